@@ -1,0 +1,73 @@
+"""mmcache: a caching multimodal feature store beside a serving engine.
+
+with mmcache.connect() as client:
+    for lease in client.encode(["photo.jpg"]):
+        with lease:
+            use(lease.tensor)
+"""
+
+from mmcache._version import __version__
+from mmcache.client import Client, connect
+from mmcache.errors import (
+    CheckpointError,
+    ClientClosed,
+    ConfigError,
+    ConnectionLost,
+    ContentMismatch,
+    DeadlineExceeded,
+    EncodeError,
+    EncodeFailed,
+    ImageTooLarge,
+    ItemError,
+    LeaseReleased,
+    MMCacheError,
+    NonFiniteEmbedding,
+    PoolExhausted,
+    ProtocolError,
+    ProtocolMismatch,
+    RequestTimeout,
+    SidecarError,
+    SidecarRunning,
+    SidecarUnavailable,
+    TooManyLeases,
+    UndecodableImage,
+    UnreadableItem,
+    UnsupportedItem,
+    UnsupportedMode,
+)
+from mmcache.keys import ContentKey, Fingerprint
+from mmcache.lease import Lease
+
+__all__ = [
+    "CheckpointError",
+    "Client",
+    "ClientClosed",
+    "ConfigError",
+    "ConnectionLost",
+    "ContentKey",
+    "ContentMismatch",
+    "DeadlineExceeded",
+    "EncodeError",
+    "EncodeFailed",
+    "Fingerprint",
+    "ImageTooLarge",
+    "ItemError",
+    "Lease",
+    "LeaseReleased",
+    "MMCacheError",
+    "NonFiniteEmbedding",
+    "PoolExhausted",
+    "ProtocolError",
+    "ProtocolMismatch",
+    "RequestTimeout",
+    "SidecarError",
+    "SidecarRunning",
+    "SidecarUnavailable",
+    "TooManyLeases",
+    "UndecodableImage",
+    "UnreadableItem",
+    "UnsupportedItem",
+    "UnsupportedMode",
+    "__version__",
+    "connect",
+]

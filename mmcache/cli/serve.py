@@ -1,0 +1,70 @@
+"""`mmcache serve`: run a sidecar."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mmcache._version import __version__
+from mmcache.config import Settings, load_settings
+
+if TYPE_CHECKING:
+    from mmcache.server.coordinator import Coordinator
+
+SIZE_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def _setting_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A flag for every setting; the settings themselves know their defaults and rules."""
+    for name, field in reversed(Settings.model_fields.items()):
+        default = field.default
+        text = f"{field.description}"
+        if field.default is not None and not field.is_required():
+            shown = readable_size(default) if name.endswith("_bytes") else default
+            text += f"  [default: {shown}]"
+        flag = f"--{name.replace('_', '-')}"
+        metavar = "SIZE" if name.endswith("_bytes") else name.upper().replace("_", "-")
+        command = click.option(flag, name, metavar=metavar, help=text)(command)
+    return command
+
+
+def readable_size(nbytes: int) -> str:
+    """`nbytes` as a size that the settings read."""
+    for unit, size in SIZE_UNITS:
+        if nbytes >= size and nbytes % size == 0:
+            return f"{nbytes // size}{unit}"
+    return str(nbytes)
+
+
+@click.command()
+@_setting_flags
+@click.option("--config", type=click.Path(path_type=Path), metavar="FILE", help="TOML file of settings.")
+def serve(config: Path | None, **flags: object) -> None:
+    """Run a sidecar until SIGTERM or Ctrl-C.
+
+    Every flag can also be set by a variable (--pool-bytes: MMCACHE_POOL_BYTES) or in the TOML file (pool_bytes).
+    Flags win over variables, variables over the file. Sizes read 512MiB, 4GiB or plain bytes.
+    """
+    settings = load_settings(flags, os.environ, config)
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    try:
+        from mmcache.server.sidecar import run
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"serving needs `pip install 'mmcache[server]'` ({error})") from error
+    run(settings, _announce)
+
+
+def _announce(coordinator: Coordinator) -> None:
+    settings, facts = coordinator.settings, coordinator.facts
+    click.echo(
+        f"mmcache {__version__} ready on {settings.socket}: {facts.model} {facts.dtype} on {settings.device}, "
+        f"{settings.ranks} ranks × {readable_size(settings.pool_bytes)}, store {settings.store}, "
+        f"fingerprint {facts.fingerprint}"
+    )

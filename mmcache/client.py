@@ -1,0 +1,291 @@
+"""The client: items in, leases out. One core without I/O (core.py), and the faces that move its frames."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, cast
+
+from mmcache.core import ClientCore, PendingEncode
+from mmcache.errors import (
+    ClientClosed,
+    ConnectionLost,
+    EncodeError,
+    ItemError,
+    ProtocolError,
+    RequestTimeout,
+    SidecarUnavailable,
+)
+from mmcache.keys import ContentKey, Fingerprint
+from mmcache.lease import Lease
+from mmcache.media import Media, describe
+from mmcache.paths import default_socket
+from mmcache.protocol import MAX_ITEMS
+from mmcache.transport import BlockingChannel
+
+__all__ = ["Client", "Lease", "connect"]
+
+DEFAULT_TIMEOUT_S = 60.0
+WINDOW_BYTES = 256 << 20
+"""Items are read and hashed up to this many bytes ahead, so that a long list of files is never in memory at once."""
+SERVER_MARGIN_S = 0.25
+"""The sidecar is told to give up this much before the client does, so that its error says more than a timeout."""
+
+Item = Any
+"""bytes, a path (str or Path), a PIL image, or a uint8 numpy array or torch tensor of shape H×W×3."""
+
+
+def connect(
+    socket: str | os.PathLike[str] | None = None,
+    *,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    namespace: str = "",
+    name: str | None = None,
+) -> Client:
+    """Connect to a sidecar.
+
+    Args:
+        socket: its socket; by default `MMCACHE_SOCKET`, else where `mmcache serve` puts it by default.
+        timeout: bound of each call in seconds, of connecting too.
+        namespace: tenant; part of every key.
+        name: what operators see this client as; by default the program's name.
+
+    Raises:
+        SidecarUnavailable: nobody listens there.
+        ProtocolMismatch: the sidecar speaks another protocol version.
+    """
+    return Client(socket, timeout=timeout, namespace=namespace, name=name)
+
+
+class Client:
+    """A connection to a sidecar. A context manager; see `connect` for its arguments.
+
+    Threads may share a client; their calls take turns. A forked child must not use it: it connects anew.
+    """
+
+    def __init__(
+        self,
+        socket: str | os.PathLike[str] | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        namespace: str = "",
+        name: str | None = None,
+    ) -> None:
+        if timeout <= 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        self._path = Path(socket) if socket is not None else default_socket(os.environ)
+        self._timeout_s = timeout
+        self._pid = os.getpid()
+        self._turn = threading.Lock()
+        self._lost: str | None = None
+        self._is_closed = False
+        deadline = time.monotonic() + timeout
+        self._channel = BlockingChannel(_connected(self._path, deadline))
+        try:
+            self._core = self._shake_hands(name or Path(sys.argv[0] or "python").name, namespace, deadline)
+        except BaseException:
+            self._channel.close()
+            raise
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What decides an embedding besides its content: weights, config, processor settings, dtype, numerics."""
+        return Fingerprint.from_hex(self._core.welcome.fingerprint)
+
+    @property
+    def dim(self) -> int:
+        """Width of an embedding row."""
+        return self._core.welcome.dim
+
+    @property
+    def dtype(self) -> str:
+        """ "float32" or "bfloat16"."""
+        return self._core.welcome.dtype
+
+    def key(self, item: Item) -> ContentKey:
+        """The content key of one item. No round trip. Raises the ItemError of a bad item."""
+        media = describe(item, 0, self._core.welcome.max_item_bytes)
+        return self._core.hasher.key(media.kind, media.header, media.raw)
+
+    def encode(self, items: Sequence[Item], errors: Literal["raise", "return"] = "raise") -> list[Lease]:
+        """A lease for every item, in their order; every position has a lease of its own, repeats too.
+
+        One round trip if the sidecar has everything in its pool, two if it asks for bytes.
+
+        Args:
+            items: each `bytes`, a path, a PIL image, or a uint8 H×W×3 numpy array or CPU tensor.
+            errors: "raise" throws one `EncodeError` once the rest is done, with leases and errors in `.results`;
+                "return" puts the exception objects in place.
+
+        Raises:
+            EncodeError: some items failed, with `errors="raise"`.
+            RequestTimeout, ConnectionLost, ClientClosed: the call as a whole failed; it holds no leases.
+        """
+        if errors not in ("raise", "return"):
+            raise ValueError(f'errors must be "raise" or "return", got {errors!r}')
+        if isinstance(items, str | bytes | bytearray | os.PathLike):
+            raise TypeError(f"items must be a list of items; for one {type(items).__name__} give [item]")
+        items = list(items)
+        results: list[Lease | ItemError | None] = [None] * len(items)
+        with self._turn:
+            self._check_usable()
+            self._encode_windows(items, results, time.monotonic() + self._timeout_s)
+        settled = cast("list[Lease | ItemError]", results)
+        if errors == "raise" and any(isinstance(result, ItemError) for result in settled):
+            raise EncodeError(settled)
+        return cast("list[Lease]", settled)
+
+    def stats(self) -> dict[str, Any]:
+        """The sidecar's counters, nested. One round trip."""
+        import json
+
+        with self._turn:
+            self._check_usable()
+            self._core.ask_stats()
+            self._exchange(lambda: self._core.stats_reply is not None, time.monotonic() + self._timeout_s)
+            return cast("dict[str, Any]", json.loads(self._core.stats_reply or b"{}"))
+
+    def close(self) -> None:
+        """Acknowledge every lease but held ones, and close the connection. Twice is harmless.
+
+        Held tensors stay valid and acknowledge when they die.
+        """
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        with self._turn:
+            self._is_closed = True
+            self._core.release_all()
+            if self._lost is None:
+                # If it fails, the coordinator learns of the leases from the control memory, or is gone.
+                with contextlib.suppress(RequestTimeout, ConnectionLost):
+                    self._send_outbox(time.monotonic() + 1.0)
+            self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_core", None) is not None:
+            self._channel.close()
+
+    def _encode_windows(self, items: list[Item], results: list[Lease | ItemError | None], deadline: float) -> None:
+        start = 0
+        try:
+            while start < len(items):
+                start = self._encode_window(items, start, results, deadline)
+        except BaseException:
+            for result in results:
+                if isinstance(result, Lease):
+                    result.release()
+            raise
+
+    def _encode_window(
+        self, items: list[Item], start: int, results: list[Lease | ItemError | None], deadline: float
+    ) -> int:
+        """Encode as many items from `start` on as one request takes. Returns where the next one starts."""
+        core, nbytes, index = self._core, 0, start
+        places: list[int] = []
+        media: list[Media] = []
+        keys: list[ContentKey] = []
+        limit = core.welcome.max_item_bytes
+        while index < len(items) and len(keys) < MAX_ITEMS and nbytes < WINDOW_BYTES:
+            try:
+                item = describe(items[index], index, limit)
+            except ItemError as error:
+                results[index] = error
+            else:
+                keys.append(core.hasher.key(item.kind, item.header, item.raw))
+                media.append(item)
+                places.append(index)
+                nbytes += item.nbytes
+            index += 1
+        if keys:
+            pending = self._encoded(places, media, keys, deadline)
+            for place, result in zip(places, pending.results, strict=True):
+                results[place] = result
+        return index
+
+    def _encoded(self, places: list[int], media: list[Media], keys: list[ContentKey], deadline: float) -> PendingEncode:
+        remaining = deadline - time.monotonic()
+        pending = self._core.encode(places, media, keys, max(0.0, remaining - min(SERVER_MARGIN_S, remaining / 4)))
+        try:
+            self._exchange(lambda: pending.is_done, deadline)
+        except BaseException:
+            self._core.cancel(pending)
+            raise
+        return pending
+
+    def _exchange(self, is_done: Any, deadline: float) -> None:
+        """Send what waits and receive until `is_done`."""
+        self._send_outbox(deadline)
+        while not is_done():
+            try:
+                frame = self._channel.receive(deadline)
+            except TimeoutError:
+                raise RequestTimeout(f"no answer from {self._path} within {self._timeout_s:g} s") from None
+            except (ConnectionLost, ProtocolError) as error:
+                raise self._lose(str(error)) from error
+            self._core.receive(frame)
+            if self._core.outbox:
+                self._send_outbox(deadline)
+
+    def _send_outbox(self, deadline: float) -> None:
+        outbox = self._core.outbox
+        while outbox:
+            try:
+                self._channel.send(outbox.popleft(), deadline)
+            except TimeoutError:
+                # A frame may have gone in part: the stream is of no use any more.
+                self._lose("a call timed out while sending")
+                raise RequestTimeout(f"{self._path} took nothing within {self._timeout_s:g} s") from None
+            except ConnectionLost as error:
+                raise self._lose(str(error)) from error
+
+    def _lose(self, reason: str) -> ConnectionLost:
+        self._lost = reason
+        self._channel.close()
+        return ConnectionLost(f"the sidecar at {self._path} went away: {reason}; connect again")
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClientClosed("this client belongs to the process that opened it; connect anew after a fork")
+        if self._is_closed:
+            raise ClientClosed("the client is closed")
+        if self._lost is not None:
+            raise ConnectionLost(f"the sidecar at {self._path} went away: {self._lost}; connect again")
+
+    def _shake_hands(self, name: str, namespace: str, deadline: float) -> ClientCore:
+        try:
+            self._channel.send(ClientCore.hello(name[:128], namespace, os.pidfd_open(self._pid)), deadline)
+            return ClientCore.from_welcome(self._channel.receive(deadline), namespace)
+        except TimeoutError:
+            raise RequestTimeout(f"{self._path} did not answer the handshake in time") from None
+        except ConnectionLost as error:
+            raise SidecarUnavailable(f"{self._path} closed the connection: {error}") from error
+
+
+def _connected(path: Path, deadline: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        sock.connect(os.fspath(path))
+    except OSError as error:
+        sock.close()
+        reasons = {
+            FileNotFoundError: "no such socket",
+            ConnectionRefusedError: "nobody listens there any more",
+            PermissionError: "not permitted; only the user that runs the sidecar may connect",
+        }
+        why = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), str(error))
+        hint = f"start one with `mmcache serve --socket {path}`"
+        raise SidecarUnavailable(f"no sidecar at {path}: {why}; {hint}") from error
+    return sock

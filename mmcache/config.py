@@ -1,0 +1,303 @@
+"""Settings of a sidecar: flags over MMCACHE_* variables over a TOML file over defaults; "auto" settled, then frozen."""
+
+from __future__ import annotations
+
+import difflib
+import mmap
+import re
+import tomllib
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+
+from mmcache.errors import ConfigError
+from mmcache.paths import PREFIX, check_socket, default_socket, default_state
+
+__all__ = ["Settings", "default_socket", "default_state", "load_settings", "parse_size"]
+
+STORE_FILE = "embeddings.lmdb"
+
+_UNITS = {"B": 1} | {
+    f"{letter}{binary}B": (1024 if binary else 1000) ** power
+    for power, letter in enumerate("KMGT", start=1)
+    for binary in ("", "i")
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", re.IGNORECASE | re.ASCII)
+_SIZE_RULE = "a size such as 512MiB, 4GiB or a whole number of bytes"
+_FUTURE_STORES = ("redis", "rediss", "redis+sentinel", "redis+cluster")
+_Named = dict[str, tuple[object, str]]  # setting -> (value, where it came from)
+
+
+def parse_size(value: object) -> int:
+    """Bytes in `value`: a whole number, or text such as "512MiB", "4 GiB", "1.5GB". Raises ValueError otherwise."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    units = {unit.upper(): size for unit, size in _UNITS.items()}
+    if match is None or (match[2].upper() or "B") not in units:
+        raise ValueError(f"must be {_SIZE_RULE}")
+    size = Decimal(match[1]) * units[match[2].upper() or "B"]
+    if size != int(size):
+        raise ValueError(f"must be {_SIZE_RULE}")
+    return int(size)
+
+
+def _page_rounded(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not a truth value")
+    return value
+
+
+def _resolve_device(value: object) -> object:
+    if value == "cuda":
+        raise ValueError("cuda is not available yet: use auto or cpu")
+    return "cpu" if value == "auto" else value
+
+
+def _resolve_ranks(value: object) -> object:
+    return 2 if value == "auto" else _no_bool(value)
+
+
+def _resolve_dtype(value: object, info: ValidationInfo) -> object:
+    if value == "auto":
+        return "bfloat16" if info.data.get("device") == "cuda" else "float32"
+    return value
+
+
+def _resolve_store(value: object, info: ValidationInfo) -> object:
+    if value == "auto" and "state" in info.data:
+        return (info.data["state"] / STORE_FILE).as_uri()
+    return value
+
+
+def _check_store(value: str) -> str:
+    if value in {"none", "auto"}:  # still "auto" only when the state folder is wrong, and that error is shown
+        return value
+    scheme, _, rest = value.partition("://")
+    if rest and scheme in _FUTURE_STORES:
+        raise ValueError(f"a store of kind {scheme}:// is not available yet: use file:///PATH or none")
+    if not rest or scheme != "file":
+        raise ValueError("unknown kind of store: must be auto, none or file:///PATH")
+    url = urlsplit(value)
+    if url.netloc or url.query or url.fragment or unquote(url.path).endswith("/") or "\0" in unquote(url.path):
+        raise ValueError("a file store is file:///PATH: three slashes, an absolute path of a file, no host")
+    return value
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+PageSize = Annotated[Size, AfterValidator(_page_rounded)]
+Number = Annotated[int, BeforeValidator(_no_bool)]
+
+
+def _setting(description: str, rule: str, default: Any = ..., **bounds: Any) -> Any:
+    return Field(default, description=description, json_schema_extra={"rule": rule}, **bounds)
+
+
+class Settings(BaseModel):
+    """What a sidecar runs with: checked, resolved and frozen. Sizes are bytes.
+
+    Every field has a description, shown in `mmcache serve --help`. `state` and `socket` have no default here because
+    theirs depend on the environment: `load_settings` supplies them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    model: str = _setting(
+        "a checkpoint folder, or a preset with random weights: moonvit-tiny, kimi-k2.5",
+        "a preset's name or a folder",
+        "moonvit-tiny",
+        min_length=1,
+    )
+    device: Annotated[Literal["cpu", "cuda"], BeforeValidator(_resolve_device)] = _setting(
+        "where the encoder runs: auto, cpu or cuda", "auto, cpu or cuda", "auto"
+    )
+    ranks: Annotated[int, BeforeValidator(_resolve_ranks)] = _setting(
+        "encoder processes: auto (2 on a CPU) or a number", "auto or a whole number, 1 to 64", "auto", ge=1, le=64
+    )
+    dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_resolve_dtype)] = _setting(
+        "of the encoder and its embeddings: auto (float32 on a CPU, bfloat16 on CUDA), float32 or bfloat16",
+        "auto, float32 or bfloat16",
+        "auto",
+    )
+    pool_bytes: PageSize = _setting(
+        "memory for embeddings, per rank, fixed and touched at start, rounded up to the page",
+        "a size from 1MiB to 64TiB",
+        512 << 20,
+        ge=1 << 20,
+        le=64 << 40,
+    )
+    ingest_bytes: PageSize = _setting(
+        "memory for decoded pictures on their way to the ranks, rounded up to the page",
+        "a size from 1MiB to 64TiB",
+        384 << 20,
+        ge=1 << 20,
+        le=64 << 40,
+    )
+    state: Annotated[Path, AfterValidator(_absolute)] = _setting(
+        "folder of the key seed and the default store [default: $XDG_STATE_HOME/mmcache or ~/.local/state/mmcache]",
+        "a folder",
+    )
+    store: Annotated[str, AfterValidator(_check_store), BeforeValidator(_resolve_store)] = _setting(
+        f"where embeddings outlive the sidecar: auto ({STORE_FILE} in the state folder), none or file:///PATH",
+        "auto, none or file:///PATH",
+        "auto",
+    )
+    store_bytes: Size = _setting(
+        "largest size of the file store; the oldest entries make room when it is full",
+        "a size from 16MiB to 64TiB",
+        16 << 30,
+        ge=16 << 20,
+        le=64 << 40,
+    )
+    socket: Annotated[Path, AfterValidator(check_socket)] = _setting(
+        "Unix socket [default: $XDG_RUNTIME_DIR/mmcache.sock, or mmcache.sock in the state folder of the environment]; "
+        "clients find it by the same rule or by MMCACHE_SOCKET",
+        "a path",
+    )
+    control_words: Number = _setting(
+        "leases that one connection may hold at once", "a whole number, 64 to 1048576", 16384, ge=64, le=1 << 20
+    )
+    max_item_bytes: Size = _setting(
+        "largest encoded item taken", "a size from 1KiB to 4GiB", 256 << 20, ge=1 << 10, le=4 << 30
+    )
+    max_pixels: Number = _setting(
+        "largest picture taken, width times height",
+        "a whole number, 1 to 10000000000",
+        100_000_000,
+        ge=1,
+        le=10_000_000_000,
+    )
+    decode_timeout_s: Annotated[float, BeforeValidator(_no_bool)] = _setting(
+        "longest that decoding one picture may take, in seconds; the decoder is replaced then",
+        "a number, 0.1 to 3600",
+        30.0,
+        ge=0.1,
+        le=3600,
+        allow_inf_nan=False,
+    )
+    max_batch_patches: Number = _setting(
+        "most patches in one forward pass; a larger item is encoded alone",
+        "a whole number, 4 to 1048576",
+        16384,
+        ge=4,
+        le=1 << 20,
+    )
+    drain_timeout_s: Annotated[float, BeforeValidator(_no_bool)] = _setting(
+        "longest wait for running requests and store writes at shutdown, in seconds",
+        "a number, 0 to 3600",
+        10.0,
+        ge=0,
+        le=3600,
+        allow_inf_nan=False,
+    )
+    store_timeout_ms: Number = _setting(
+        "longest wait for one look-up or read of the store, in milliseconds",
+        "a whole number, 1 to 60000",
+        1000,
+        ge=1,
+        le=60_000,
+    )
+    write_behind_bytes: Size = _setting(
+        "most bytes waiting to be written to the store; beyond it embeddings are not stored, and counted",
+        "a size from 0 to 64TiB",
+        256 << 20,
+        ge=0,
+        le=64 << 40,
+    )
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = _setting(
+        "least severe messages shown: debug, info, warning or error", "debug, info, warning or error", "info"
+    )
+
+    @property
+    def store_path(self) -> Path | None:
+        """The store's file, or None without a store."""
+        return None if self.store == "none" else Path(unquote(urlsplit(self.store).path))
+
+
+def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], file: Path | None = None) -> Settings:
+    """Settle every setting; `auto` is resolved in the result.
+
+    Args:
+        flags: by setting's name; None means not given.
+        environ: MMCACHE_* variables; an empty one means not given.
+        file: TOML file with settings as top-level keys; None for the one that MMCACHE_CONFIG names, if any.
+
+    Raises:
+        ConfigError: names each wrong setting, where it came from, and the rule.
+    """
+    chosen: _Named = {"state": (default_state(environ), "default"), "socket": (default_socket(environ), "default")}
+    chosen |= _from_file(file, environ) | _from_variables(environ) | _from_flags(flags)
+    try:
+        return Settings.model_validate({name: value for name, (value, _) in chosen.items()})
+    except ValidationError as error:
+        problems = [_problem(str(each["loc"][0]), each["type"], each["msg"], chosen) for each in error.errors()]
+        raise ConfigError("; ".join(problems)) from None
+
+
+def _problem(name: str, kind: str, message: str, chosen: _Named) -> str:
+    value, source = chosen.get(name, (Settings.model_fields[name].default, "default"))
+    extra = Settings.model_fields[name].json_schema_extra
+    assert isinstance(extra, dict), "every setting has a rule"
+    rule = message.removeprefix("Value error, ") if kind == "value_error" else f"must be {extra['rule']}"
+    shown = str(value) if isinstance(value, Path) else repr(value)
+    return f"{name} = {shown} ({source}): {rule}"
+
+
+def _from_flags(flags: Mapping[str, object]) -> _Named:
+    assert flags.keys() <= Settings.model_fields.keys(), "flags are named as the settings are"
+    return {name: (value, f"flag --{name.replace('_', '-')}") for name, value in flags.items() if value is not None}
+
+
+def _from_variables(environ: Mapping[str, str]) -> _Named:
+    found: _Named = {}
+    for variable, value in environ.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or name == "config" or not value:
+            continue
+        if name in Settings.model_fields:
+            found[name] = (value, f"variable {variable}")
+        elif close := _nearest(name):  # others may share the prefix; only a likely slip is refused
+            raise ConfigError(f"variable {variable}: not a setting; did you mean {PREFIX}{close.upper()}?")
+    return found
+
+
+def _from_file(file: Path | None, environ: Mapping[str, str]) -> _Named:
+    source = "flag --config"
+    if file is None and environ.get(f"{PREFIX}CONFIG"):
+        file, source = Path(environ[f"{PREFIX}CONFIG"]).expanduser(), f"variable {PREFIX}CONFIG"
+    if file is None:
+        return {}
+    for name in (table := _read_toml(file, source)):
+        if name not in Settings.model_fields:
+            hint = f"; did you mean {close}?" if (close := _nearest(name)) else ""
+            raise ConfigError(f"{file} key {name}: not a setting{hint}")
+    return {name: (value, f"{file} key {name}") for name, value in table.items()}
+
+
+def _read_toml(file: Path, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config = {file} ({source}): must be a readable TOML file: {error.strerror}") from None
+    except ValueError as error:  # bad UTF-8 or bad TOML
+        raise ConfigError(f"config = {file} ({source}): must be a TOML file: {error}") from None
+
+
+def _nearest(name: str) -> str | None:
+    return next(iter(difflib.get_close_matches(name, Settings.model_fields, n=1, cutoff=0.8)), None)

@@ -1,0 +1,262 @@
+"""A client's connection without its I/O: frames in, frames out. The faces of client.py move them.
+
+Threads: the faces call this one at a time; only `acknowledge` may come from anywhere, at any time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+
+from ipc.control import ControlMemory
+from ipc.errors import IpcError
+from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion, sealed_copy
+from mmcache._version import __version__
+from mmcache.errors import (
+    ITEM_ERRORS,
+    ItemError,
+    ProtocolError,
+    ProtocolMismatch,
+    SidecarUnavailable,
+    UnreadableItem,
+)
+from mmcache.keys import ContentKey, KeyHasher
+from mmcache.lease import Lease, Share, ShareRef
+from mmcache.media import Media
+from mmcache.protocol import (
+    ACKNOWLEDGEMENT,
+    GRANT,
+    ORIGINS,
+    PROTOCOL_VERSION,
+    Acknowledge,
+    Cancel,
+    Encode,
+    Frame,
+    Hello,
+    Kind,
+    OutgoingFrame,
+    PoolAdded,
+    PoolGone,
+    Refused,
+    Results,
+    StatsRequest,
+    Supply,
+    Welcome,
+    close_all,
+    pack_frame,
+    parse,
+)
+from mmcache.transport import take_descriptors
+
+MAX_SUPPLY_BYTES = 256 << 20
+"""One memfd carries up to this many bytes, or one item."""
+
+
+class PendingEncode:
+    """One request in flight. `results` fills in place: a lease or an error for each of its positions."""
+
+    __slots__ = ("keys", "media", "num_open", "places", "request_id", "results")
+
+    def __init__(
+        self, request_id: int, places: Sequence[int], media: Sequence[Media], keys: Sequence[ContentKey]
+    ) -> None:
+        self.request_id = request_id
+        self.places = places
+        self.media = media
+        self.keys = keys
+        self.results: list[Lease | ItemError | None] = [None] * len(media)
+        self.num_open = len(media)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every position is settled."""
+        return self.num_open == 0
+
+    def settle(self, position: int, result: Lease | ItemError) -> None:
+        """A position has its result."""
+        assert self.results[position] is None, "a position is settled once"
+        self.results[position] = result
+        self.num_open -= 1
+
+    def fail(self, position: int, kind: str, reason: str) -> None:
+        """A position has its error."""
+        index, source = self.places[position], self.media[position].source
+        self.settle(position, ITEM_ERRORS.get(kind, ItemError)(reason, index=index, source=source))
+
+
+class ClientCore:
+    """State of one connection after the handshake.
+
+    Attributes:
+        outbox: frames to send, in order.
+        stats_reply: the last reply to `ask_stats`, or None.
+    """
+
+    def __init__(self, welcome: Welcome, control_fd: int, namespace: str) -> None:
+        self.welcome = welcome
+        self.hasher = KeyHasher(welcome.seed, namespace)
+        self.control = ControlMemory.attach(control_fd)
+        os.close(control_fd)
+        self.outbox: deque[OutgoingFrame] = deque()
+        self.stats_reply: bytes | None = None
+        self._dtype = welcome.dtype
+        self._itemsize = 2 if welcome.dtype == "bfloat16" else 4
+        self._pid = os.getpid()
+        self._pools: dict[int, ReadOnlyRegion] = {}
+        self._pending: dict[int, PendingEncode] = {}
+        self._last_request = 0
+        self._live: dict[int, ShareRef] = {}
+        self._late: deque[tuple[int, int]] = deque()
+
+    @staticmethod
+    def hello(name: str, namespace: str, pidfd: int) -> OutgoingFrame:
+        """The first frame. The descriptor is closed once it is sent."""
+        hello = Hello(protocol=PROTOCOL_VERSION, version=__version__, name=name, namespace=namespace)
+        return pack_frame(Kind.HELLO, hello, fds=[pidfd], owned=True)
+
+    @classmethod
+    def from_welcome(cls, frame: Frame, namespace: str) -> ClientCore:
+        """Read the sidecar's answer.
+
+        Raises:
+            SidecarUnavailable, ProtocolMismatch, ProtocolError: it refused, or speaks otherwise.
+        """
+        if frame.kind == Kind.REFUSED:
+            close_all(frame.fds)
+            refused = parse(Refused, frame)
+            kind = {"ProtocolMismatch": ProtocolMismatch, "ProtocolError": ProtocolError}.get(refused.error)
+            raise (kind or SidecarUnavailable)(refused.reason)
+        if frame.kind != Kind.WELCOME:
+            close_all(frame.fds)
+            raise ProtocolError(f"frame of kind {frame.kind} where WELCOME belongs")
+        (control_fd,) = take_descriptors(frame, 1)
+        return cls(parse(Welcome, frame), control_fd, namespace)
+
+    def encode(
+        self, places: Sequence[int], media: Sequence[Media], keys: Sequence[ContentKey], timeout_s: float
+    ) -> PendingEncode:
+        """Start a request. `places`: the index of each item in the user's call; `keys`: one each."""
+        self._last_request = (self._last_request + 1) & 0xFFFFFFFF
+        pending = PendingEncode(self._last_request, places, media, keys)
+        self._pending[pending.request_id] = pending
+        encode = Encode(request_id=pending.request_id, num_items=len(keys), timeout_ms=int(timeout_s * 1000))
+        self._flush_late()
+        self.outbox.append(pack_frame(Kind.ENCODE, encode, b"".join(keys)))
+        return pending
+
+    def cancel(self, pending: PendingEncode) -> None:
+        """Give a request up. What it got is released; what arrives later is released on arrival."""
+        if self._pending.pop(pending.request_id, None) is not None:
+            self.outbox.append(pack_frame(Kind.CANCEL, Cancel(request_id=pending.request_id)))
+        for result in pending.results:
+            if isinstance(result, Lease):
+                result.release()
+
+    def ask_stats(self) -> None:
+        """Ask for the counters."""
+        self.stats_reply = None
+        self.outbox.append(pack_frame(Kind.STATS, StatsRequest()))
+
+    def receive(self, frame: Frame) -> None:
+        """Take a frame in.
+
+        Raises:
+            ProtocolError: it does not belong here.
+        """
+        if frame.kind == Kind.POOL_ADDED:
+            added = parse(PoolAdded, frame)
+            (fd,) = take_descriptors(frame, 1)
+            try:
+                self._pools[added.pool_id] = ReadOnlyRegion.attach(fd, SEALS_READERS)
+            finally:
+                os.close(fd)
+            return
+        close_all(frame.fds)
+        if frame.kind == Kind.RESULTS:
+            self._on_results(parse(Results, frame), frame.body)
+        elif frame.kind == Kind.POOL_GONE:
+            self._pools.pop(parse(PoolGone, frame).pool_id, None)
+        elif frame.kind == Kind.STATS_REPLY:
+            self.stats_reply = frame.body
+        else:
+            raise ProtocolError(f"frame of kind {frame.kind} does not belong here")
+
+    def acknowledge(self, slot: int, generation: int) -> None:
+        """A share ends. A store into the control memory; where stores are not ordered, a message with the next call."""
+        if self.control.store_is_ordered:
+            self.control.acknowledge(slot, generation)
+        else:
+            self._late.append((slot, generation))
+
+    def release_all(self) -> None:
+        """Acknowledge every share but held ones."""
+        for reference in list(self._live.values()):
+            share = reference()
+            if share is not None and not share.held:
+                share.acknowledge()
+        self._live.clear()
+        self._flush_late()
+
+    def _on_results(self, results: Results, grants: bytes) -> None:
+        pending = self._pending.get(results.request_id)
+        if pending is None:
+            for _, slot, generation, *_ in GRANT.iter_unpack(grants):
+                self.acknowledge(slot, generation)
+            return
+        for record in GRANT.iter_unpack(grants):
+            self._granted(pending, *record)
+        for position, kind, reason in zip(results.failed, results.errors, results.reasons, strict=True):
+            pending.fail(position, kind, reason)
+        if results.need:
+            self._supply(pending, results.need)
+        if pending.is_done:
+            self._pending.pop(results.request_id, None)
+
+    def _granted(
+        self, pending: PendingEncode, position: int, slot: int, generation: int, pool_id: int, offset: int,
+        nbytes: int, num_tokens: int, t: int, h: int, w: int, origin: int,
+    ) -> None:  # fmt: skip
+        share = Share(self, slot, generation, self._pid)
+        self._live[slot] = ShareRef(share)
+        shape = (num_tokens, nbytes // (num_tokens * self._itemsize))
+        lease = Lease(
+            pending.keys[position], self._pools[pool_id], offset, share, shape, self._dtype, (t, h, w), ORIGINS[origin]
+        )
+        pending.settle(position, lease)
+
+    def _supply(self, pending: PendingEncode, positions: Sequence[int]) -> None:
+        """Send the bytes of needed items, a memfd for as many of them as its bound allows."""
+        batch: list[int] = []
+        nbytes = 0
+        for position in positions:
+            size = pending.media[position].nbytes
+            if batch and nbytes + size > MAX_SUPPLY_BYTES:
+                self._send_supply(pending, batch)
+                batch, nbytes = [], 0
+            batch.append(position)
+            nbytes += size
+        self._send_supply(pending, batch)
+
+    def _send_supply(self, pending: PendingEncode, positions: Sequence[int]) -> None:
+        media = [pending.media[position] for position in positions]
+        try:
+            fd, offsets = sealed_copy("mmcache-supply", [item.raw for item in media])
+        except IpcError as error:
+            for position in positions:
+                pending.fail(position, UnreadableItem.__name__, f"cannot be sent: {error}")
+            cancel = Cancel(request_id=pending.request_id, positions=list(positions))
+            self.outbox.append(pack_frame(Kind.CANCEL, cancel))
+            return
+        supply = Supply(
+            request_id=pending.request_id, positions=list(positions), kinds=[item.kind for item in media],
+            headers=[item.header for item in media], offsets=offsets, sizes=[item.nbytes for item in media],
+        )  # fmt: skip
+        self.outbox.append(pack_frame(Kind.SUPPLY, supply, fds=[fd], owned=True))
+
+    def _flush_late(self) -> None:
+        records = []
+        while self._late:
+            records.append(ACKNOWLEDGEMENT.pack(*self._late.popleft()))
+        if records:
+            self.outbox.append(pack_frame(Kind.ACKNOWLEDGE, Acknowledge(), b"".join(records)))

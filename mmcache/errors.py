@@ -1,0 +1,200 @@
+"""Every exception that mmcache raises, on purpose, to its user.
+
+MMCacheError
+├── ConfigError              a setting is wrong (names the setting, its source and the rule)
+├── CheckpointError          a model cannot be loaded (also encoder.errors.CheckpointError)
+├── SidecarError             the sidecar as a whole
+│   ├── SidecarUnavailable   nobody listens on the socket, or it refused us
+│   ├── SidecarRunning       another live sidecar holds the socket
+│   ├── ProtocolError        a frame broke the protocol
+│   │   └── ProtocolMismatch the two ends speak different protocol versions
+│   └── ConnectionLost       the sidecar went away during or before a call (also ConnectionError)
+├── RequestTimeout           a call outlived its timeout (also TimeoutError)
+├── ClientClosed             the client was closed, or is used in a forked child
+├── LeaseReleased            a lease was used after its release
+├── EncodeError              some items of a request failed; `.results` holds leases and errors in order
+└── ItemError                one item failed; names its index, its source and the reason
+    ├── UnreadableItem       the path is missing, a folder, or may not be read
+    ├── UnsupportedItem      not a kind of item, or an array of the wrong dtype or shape
+    ├── UndecodableImage     not a picture, truncated or damaged
+    ├── UnsupportedMode      a picture whose mode has no defined conversion to RGB
+    ├── ImageTooLarge        beyond the limit of bytes or pixels
+    ├── ContentMismatch      the bytes do not hash to the key that was sent
+    ├── NonFiniteEmbedding   the encoder produced NaN or Inf
+    ├── EncodeFailed         the ranks failed to encode it
+    ├── PoolExhausted        no room within the deadline, or ever (also ipc.errors.ExtentTooLarge's case)
+    ├── TooManyLeases        the connection holds as many leases as its control memory has words
+    └── DeadlineExceeded     the request's deadline passed before this item was done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+from encoder.errors import CheckpointError as EncoderCheckpointError
+
+if TYPE_CHECKING:
+    from mmcache.client import Lease
+
+
+class MMCacheError(Exception):
+    """Base of everything mmcache raises on purpose."""
+
+
+class ConfigError(MMCacheError):
+    """A setting is wrong. The message names the setting, where it came from, and the rule."""
+
+
+class CheckpointError(MMCacheError, EncoderCheckpointError):
+    """A model cannot be loaded."""
+
+
+class SidecarError(MMCacheError):
+    """The sidecar as a whole cannot serve."""
+
+
+class SidecarUnavailable(SidecarError):
+    """Nobody listens on the socket, or the sidecar refused the connection."""
+
+
+class SidecarRunning(SidecarError):
+    """Another live sidecar holds the socket."""
+
+
+class ProtocolError(SidecarError):
+    """A frame broke the protocol."""
+
+
+class ProtocolMismatch(ProtocolError):
+    """The two ends speak different protocol versions."""
+
+
+class ConnectionLost(SidecarError, ConnectionError):
+    """The sidecar went away. Leases already held stay readable."""
+
+
+class RequestTimeout(MMCacheError, TimeoutError):
+    """A call outlived its timeout. Whatever arrives for it later is released at once."""
+
+
+class ClientClosed(MMCacheError):
+    """The client was closed, or is used in another process than the one that opened it."""
+
+
+class LeaseReleased(MMCacheError):
+    """A lease was used after its release."""
+
+
+class ItemError(MMCacheError):
+    """One item of a request failed; the others are not touched by it.
+
+    Attributes:
+        index: position in the request, or None outside of one.
+        source: the item as the user named it (a path, "bytes", "array 4x4x3", ...).
+        reason: what was wrong and which rule it broke.
+    """
+
+    def __init__(self, reason: str, *, index: int | None = None, source: str = "") -> None:
+        place = "" if index is None else f"item {index}"
+        place += f" ({source})" if source else ""
+        super().__init__(f"{place}: {reason}" if place else reason)
+        self.reason = reason
+        self.index = index
+        self.source = source
+
+
+class UnreadableItem(ItemError):
+    """The path is missing, a folder, or may not be read."""
+
+
+class UnsupportedItem(ItemError):
+    """Not a kind of item, or an array of the wrong dtype or shape."""
+
+
+class UndecodableImage(ItemError):
+    """Not a picture, truncated or damaged."""
+
+
+class UnsupportedMode(ItemError):
+    """A picture whose mode has no defined conversion to RGB."""
+
+
+class ImageTooLarge(ItemError):
+    """Beyond the limit of bytes or pixels."""
+
+
+class ContentMismatch(ItemError):
+    """The bytes do not hash to the key that was sent."""
+
+
+class NonFiniteEmbedding(ItemError):
+    """The encoder produced NaN or Inf; nothing was cached."""
+
+
+class EncodeFailed(ItemError):
+    """The ranks failed to encode the item."""
+
+
+class PoolExhausted(ItemError):
+    """No room in the pool within the deadline, or an embedding larger than the pool."""
+
+
+class TooManyLeases(ItemError):
+    """The connection holds as many leases as its control memory has words."""
+
+
+class DeadlineExceeded(ItemError):
+    """The request's deadline passed before this item was done."""
+
+
+ITEM_ERRORS: dict[str, type[ItemError]] = {
+    kind.__name__: kind
+    for kind in (
+        UnreadableItem,
+        UnsupportedItem,
+        UndecodableImage,
+        UnsupportedMode,
+        ImageTooLarge,
+        ContentMismatch,
+        NonFiniteEmbedding,
+        EncodeFailed,
+        PoolExhausted,
+        TooManyLeases,
+        DeadlineExceeded,
+    )
+}
+
+
+class EncodeError(MMCacheError):
+    """Some items of a request failed after the rest was done.
+
+    A context manager: leaving it, or dropping it, releases the leases in `results`.
+
+    Attributes:
+        results: a lease or an ItemError for each item, in the order of the items.
+    """
+
+    def __init__(self, results: Sequence[Lease | ItemError]) -> None:
+        self.results: list[Lease | ItemError] = list(results)
+        errors = [result for result in self.results if isinstance(result, ItemError)]
+        shown = "; ".join(str(error) for error in errors[:3])
+        more = f"; and {len(errors) - 3} more" if len(errors) > 3 else ""
+        super().__init__(f"{len(errors)} of {len(self.results)} items failed: {shown}{more}")
+
+    def release(self) -> None:
+        """Release every lease in `results`. Doing so twice is harmless."""
+        for result in self.results:
+            if not isinstance(result, ItemError):
+                result.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        for result in getattr(self, "results", ()):
+            if not isinstance(result, ItemError):
+                result.release()

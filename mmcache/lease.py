@@ -1,0 +1,163 @@
+"""A lease: the right to read one embedding in the pool, in place."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mmcache.errors import LeaseReleased
+from mmcache.keys import ContentKey
+
+if TYPE_CHECKING:
+    import torch
+
+    from ipc.memory_shm import ReadOnlyRegion
+    from mmcache.core import ClientCore
+
+
+class Share:
+    """This process's share of an extent; whatever lies over the extent's memory keeps it alive.
+
+    Acknowledges once: when told to, or when the last reference to it dies. In a forked child it does nothing, since
+    the share is the parent's.
+    """
+
+    __slots__ = ("__weakref__", "_core", "_pid", "generation", "held", "is_done", "slot")
+
+    def __init__(self, core: ClientCore, slot: int, generation: int, pid: int) -> None:
+        self._core = core
+        self._pid = pid
+        self.slot = slot
+        self.generation = generation
+        self.held = False
+        self.is_done = False
+
+    def acknowledge(self, _getpid: Any = os.getpid) -> None:
+        """The last read is done. Twice is harmless."""
+        if not self.is_done and _getpid() == self._pid:
+            self.is_done = True
+            self._core.acknowledge(self.slot, self.generation)
+
+    __del__ = acknowledge
+
+
+class Lease:
+    """One embedding, readable in place until its release. A context manager that releases on leaving.
+
+    A view taken from a lease and used after its release may change under its reader. The memory is mapped read only:
+    writing to a view ends the process. A lease that is dropped unreleased warns, and acknowledges when neither it nor
+    a tensor from it is alive.
+
+    Attributes:
+        key: content key of the item; `str()` is 32 hex digits.
+        grid_thw: patches in time, height and width, before merging.
+        origin: where the embedding came from: "encoded", "pool", "host" or "store".
+        num_tokens, dim: shape of the embedding.
+        dtype: "float32" or "bfloat16".
+    """
+
+    __slots__ = ("_offset", "_region", "_share", "dim", "dtype", "grid_thw", "key", "num_tokens", "origin")
+
+    def __init__(
+        self,
+        key: ContentKey,
+        region: ReadOnlyRegion,
+        offset: int,
+        share: Share,
+        shape: tuple[int, int],
+        dtype: str,
+        grid_thw: tuple[int, int, int],
+        origin: str,
+    ) -> None:
+        self.key = key
+        self.grid_thw = grid_thw
+        self.origin = origin
+        self.num_tokens, self.dim = shape
+        self.dtype = dtype
+        self._region = region
+        self._offset = offset
+        self._share: Share | None = share
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the embedding."""
+        return self.num_tokens * self.dim * (2 if self.dtype == "bfloat16" else 4)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the lease was released."""
+        return self._share is None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The embedding as a CPU tensor `[num_tokens, dim]` of `dtype`, without a copy. Do not write to it.
+
+        Raises:
+            LeaseReleased: after the release.
+        """
+        import torch
+
+        view = self._region.view(self._offset, self.nbytes, self._live_share(), writable_flag=True)
+        flat = torch.from_numpy(view).view(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32)
+        return flat.view(self.num_tokens, self.dim)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The embedding as a read-only array `[num_tokens, dim]`; of bfloat16 a float32 copy, else without a copy.
+
+        Raises:
+            LeaseReleased: after the release.
+        """
+        view = self._region.view(self._offset, self.nbytes, self._live_share())
+        if self.dtype == "bfloat16":
+            wide = view.view(np.uint16).astype(np.uint32)
+            wide <<= 16
+            array: np.ndarray[Any, Any] = wide.view(np.float32)
+            array.flags.writeable = False
+        else:
+            array = view.view(np.float32)
+        return array.reshape(self.num_tokens, self.dim)
+
+    def hold(self) -> torch.Tensor:
+        """The embedding as a tensor whose storage's death does the acknowledging, also after `client.close()`.
+
+        The lease itself is done with: releasing it changes nothing.
+
+        Raises:
+            LeaseReleased: after the release.
+        """
+        tensor = self.tensor
+        self._live_share().held = True
+        return tensor
+
+    def release(self) -> None:
+        """The last read is done: the extent may be reused. Twice is harmless."""
+        share, self._share = self._share, None
+        if share is not None and not share.held:
+            share.acknowledge()
+
+    def _live_share(self) -> Share:
+        if self._share is None or self._share.is_done:
+            raise LeaseReleased(f"the lease on {str(self.key)[:12]} was released; take views before, or hold() one")
+        return self._share
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = " released" if self.is_released else ""
+        return f"<Lease {str(self.key)[:12]} [{self.num_tokens}, {self.dim}] {self.dtype} {self.origin}{state}>"
+
+    def __del__(self, _warn: Any = warnings.warn) -> None:
+        share: Share | None = getattr(self, "_share", None)
+        if share is not None and not share.held and not share.is_done:
+            _warn(f"{self!r} was dropped unreleased", ResourceWarning, source=self, stacklevel=1)
+
+
+ShareRef = weakref.ref[Share]

@@ -1,0 +1,283 @@
+"""What travels between a client and the sidecar, and between the sidecar and its own processes.
+
+A frame is a 16-byte prefix (magic, kind, number of descriptors, header bytes, body bytes; little endian), a JSON
+header that a pydantic model validates, and a binary body of fixed-size records. Descriptors travel beside the frame
+that counts them. Every length is bounded before anything is allocated for it. docs/protocol.md tells the conversation.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Annotated, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mmcache.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+MAGIC = 0x434D
+PREFIX = struct.Struct("<HHHHII")
+KEY_BYTES = 16
+MAX_HEADER_BYTES = 4 << 20
+MAX_BODY_BYTES = 4 << 20
+MAX_DESCRIPTORS = 16
+MAX_ITEMS = 1024
+
+ORIGINS = ("encoded", "pool", "host", "store")
+"""Where an embedding came from, by the code in a grant record."""
+
+GRANT = struct.Struct("<IIIIQQIHHHH")
+"""position, slot, generation, pool id, offset, nbytes, tokens, grid t, h, w, origin."""
+
+ACKNOWLEDGEMENT = struct.Struct("<II")
+"""slot, generation."""
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    POOL_ADDED = 4
+    POOL_GONE = 5
+    ENCODE = 6
+    RESULTS = 7
+    SUPPLY = 8
+    CANCEL = 9
+    ACKNOWLEDGE = 10
+    STATS = 11
+    STATS_REPLY = 12
+
+    START_RANK = 32
+    RANK_READY = 33
+    RUN = 34
+    RAN = 35
+    COPY = 36
+    COPIED = 37
+    START_DECODER = 38
+    PROBE = 39
+    PROBED = 40
+    FILL = 41
+    FILLED = 42
+    DROP = 43
+    START_FAILED = 44
+
+
+class Message(BaseModel):
+    """A frame's header."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+
+
+M = TypeVar("M", bound=BaseModel)
+
+Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+Uint64 = Annotated[int, Field(ge=0, lt=1 << 64)]
+Position = Annotated[int, Field(ge=0, lt=MAX_ITEMS)]
+Positions = Annotated[list[Position], Field(max_length=MAX_ITEMS)]
+
+
+class Hello(Message):
+    """The client's first frame; carries a pidfd that the client opened on itself."""
+
+    protocol: int
+    version: Annotated[str, Field(max_length=64)] = ""
+    name: Annotated[str, Field(max_length=128)] = ""
+    namespace: Annotated[str, Field(max_length=256)] = ""
+
+
+class AnyHello(BaseModel):
+    """The one field of a HELLO that every protocol version has."""
+
+    protocol: int
+
+
+class Welcome(Message):
+    """The answer; carries the connection's control memory. Pools follow as `POOL_ADDED`."""
+
+    protocol: int
+    version: str
+    seed: Uint64
+    fingerprint: str
+    model: str
+    dtype: str
+    dim: int
+    control_words: int
+    max_item_bytes: int
+
+
+class Refused(Message):
+    """The sidecar will not talk; it closes after this."""
+
+    error: str
+    reason: str
+    protocol: int = PROTOCOL_VERSION
+
+
+class PoolAdded(Message):
+    """A pool's memory; carries its descriptor. Sent before the first grant that names it."""
+
+    pool_id: Uint32
+    nbytes: Uint64
+
+
+class PoolGone(Message):
+    """No further grant will name this pool; leases on it stay readable."""
+
+    pool_id: Uint32
+
+
+class Encode(Message):
+    """Keys of a request. Body: `num_items` content keys of 16 bytes."""
+
+    request_id: Uint32
+    num_items: Annotated[int, Field(ge=1, le=MAX_ITEMS)]
+    timeout_ms: Annotated[int, Field(ge=0, le=86_400_000)]
+
+
+class Results(Message):
+    """What is settled of a request by now. Body: grant records. `need`: positions whose bytes the sidecar asks for."""
+
+    request_id: Uint32
+    need: Positions = []
+    failed: Positions = []
+    errors: Annotated[list[str], Field(max_length=MAX_ITEMS)] = []
+    reasons: Annotated[list[str], Field(max_length=MAX_ITEMS)] = []
+    done: bool = False
+
+
+class Supply(Message):
+    """Bytes of needed items, in a sealed memfd that travels along. Columns; `headers` describe the items (media.py)."""
+
+    request_id: Uint32
+    positions: Positions
+    kinds: Annotated[list[Annotated[str, Field(max_length=16)]], Field(max_length=MAX_ITEMS)]
+    headers: Annotated[list[Annotated[bytes, Field(max_length=4096)]], Field(max_length=MAX_ITEMS)]
+    offsets: Annotated[list[Uint64], Field(max_length=MAX_ITEMS)]
+    sizes: Annotated[list[Uint64], Field(max_length=MAX_ITEMS)]
+
+
+class Cancel(Message):
+    """The client no longer wants some positions of a request, or whatever is still open of it if none are named."""
+
+    request_id: Uint32
+    positions: Positions = []
+
+
+class Acknowledge(Message):
+    """Leases ended by message, where a store into the control memory would not be ordered. Body: records."""
+
+
+class StatsRequest(Message):
+    """Ask for the counters."""
+
+
+class StatsReply(Message):
+    """Body: the counters, JSON."""
+
+
+class Frame(NamedTuple):
+    """One received frame. Whoever handles it owns its descriptors."""
+
+    kind: int
+    header: bytes
+    body: bytes
+    fds: list[int]
+
+
+@dataclass(slots=True)
+class OutgoingFrame:
+    """One frame to send: its bytes, and descriptors that are closed once they are sent if `owned`."""
+
+    data: bytes
+    fds: Sequence[int] = ()
+    owned: bool = False
+
+
+def pack_frame(
+    kind: Kind, message: Message, body: bytes = b"", fds: Sequence[int] = (), *, owned: bool = False
+) -> OutgoingFrame:
+    """Serialise one frame. Defaults are left out of the header."""
+    header = message.__pydantic_serializer__.to_json(message, exclude_defaults=True)
+    if len(header) > MAX_HEADER_BYTES or len(body) > MAX_BODY_BYTES or len(fds) > MAX_DESCRIPTORS:
+        raise ProtocolError(f"{kind.name} frame too large: {len(header)} + {len(body)} bytes, {len(fds)} descriptors")
+    prefix = PREFIX.pack(MAGIC, kind, len(fds), 0, len(header), len(body))
+    return OutgoingFrame(b"".join((prefix, header, body)), fds, owned)
+
+
+def parse(model: type[M], frame: Frame) -> M:
+    """Validate a frame's header.
+
+    Raises:
+        ProtocolError: it is not a valid `model`; names the field and the rule.
+    """
+    try:
+        return model.model_validate_json(frame.header)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "header"
+        raise ProtocolError(f"bad {model.__name__} frame: {where}: {first['msg']}") from None
+
+
+class FrameReader:
+    """Cuts a byte stream with descriptors into frames.
+
+    Holds the descriptors of frames that are not complete yet; `close()` closes them.
+    """
+
+    __slots__ = ("_buffer", "_fds")
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self._fds: deque[int] = deque()
+
+    def feed(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Take what one read of the socket returned."""
+        self._buffer = self._buffer + data if self._buffer else data
+        if fds:
+            self._fds.extend(fds)
+
+    def next_frame(self) -> Frame | None:
+        """The next complete frame, or None.
+
+        Raises:
+            ProtocolError: not a frame, a length beyond its bound, or descriptors that no frame counts.
+        """
+        buffer = self._buffer
+        if len(buffer) < PREFIX.size:
+            return None
+        magic, kind, num_fds, reserved, header_bytes, body_bytes = PREFIX.unpack_from(buffer)
+        if magic != MAGIC or reserved:
+            raise ProtocolError("not an mmcache frame")
+        if header_bytes > MAX_HEADER_BYTES or body_bytes > MAX_BODY_BYTES or num_fds > MAX_DESCRIPTORS:
+            raise ProtocolError(f"frame beyond its bounds: {header_bytes} + {body_bytes} bytes, {num_fds} descriptors")
+        start = PREFIX.size + header_bytes
+        end = start + body_bytes
+        if len(buffer) < end:
+            return None
+        if num_fds > len(self._fds):
+            raise ProtocolError(f"frame counts {num_fds} descriptors, {len(self._fds)} came")
+        fds = [self._fds.popleft() for _ in range(num_fds)] if num_fds else []
+        self._buffer = buffer[end:]
+        if not self._buffer and self._fds:
+            close_all(fds)
+            raise ProtocolError(f"{len(self._fds)} descriptors came that no frame counts")
+        return Frame(kind, buffer[PREFIX.size : start], buffer[start:end], fds)
+
+    def close(self) -> None:
+        """Close the descriptors of frames that never completed."""
+        close_all(self._fds)
+        self._fds.clear()
+        self._buffer = b""
+
+
+def close_all(fds: Sequence[int] | deque[int]) -> None:
+    """Close descriptors."""
+    for fd in fds:
+        os.close(fd)

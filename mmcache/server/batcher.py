@@ -1,0 +1,103 @@
+"""Packs what is ready for a rank into microbatches under a patch budget. Nothing waits while the rank is idle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ipc.pool import Extent
+from mmcache.errors import EncodeFailed, NonFiniteEmbedding
+from mmcache.server.decoders import Pixels
+from mmcache.server.messages import Ran, Run
+
+
+class RankLostError(Exception):
+    """The rank died with the work in its hands; what it wrote is gone with its pool."""
+
+
+@dataclass(slots=True, eq=False)
+class EncodeJob:
+    """One item on its way through a rank. `done` gives the seconds that the encode took."""
+
+    pixels: Pixels
+    extent: Extent
+    num_patches: int
+    num_tokens: int
+    cost_s: float
+    done: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Batcher:
+    """The queue of one rank. One microbatch is in flight at a time.
+
+    `queued_s`: predicted seconds of everything that is queued or in flight.
+    """
+
+    def __init__(self, send: Callable[[Run], None], max_patches: int) -> None:
+        self._send = send
+        self._max_patches = max_patches
+        self._queue: deque[EncodeJob] = deque()
+        self._running: list[EncodeJob] = []
+        self._last_batch = 0
+        self.queued_s = 0.0
+        self.num_batches = 0
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._running)
+
+    def submit(self, job: EncodeJob) -> asyncio.Future[float]:
+        """Queue a job.
+
+        The future raises `NonFiniteEmbedding`, `EncodeFailed` (the batch failed) or `RankLostError`.
+        """
+        self._queue.append(job)
+        self.queued_s += job.cost_s
+        self._pump()
+        return job.done
+
+    def ran(self, result: Ran) -> None:
+        """The rank's answer: settle the batch in flight and send the next."""
+        assert result.batch_id == self._last_batch, "one batch is in flight at a time"
+        batch, self._running = self._running, []
+        total_s = sum(job.cost_s for job in batch)
+        for i, job in enumerate(batch):
+            self.queued_s -= job.cost_s
+            if result.error:
+                job.done.set_exception(EncodeFailed(f"the rank failed: {result.error}"))
+            elif not result.finite[i]:
+                job.done.set_exception(NonFiniteEmbedding("the encoder produced NaN or Inf; nothing was cached"))
+            else:
+                job.done.set_result(result.seconds * job.cost_s / total_s)
+        self._pump()
+
+    def lose(self) -> None:
+        """The rank died: every job ends with `RankLostError`."""
+        jobs = [*self._running, *self._queue]
+        self._running, self.queued_s = [], 0.0
+        self._queue.clear()
+        for job in jobs:
+            job.done.set_exception(RankLostError())
+
+    def _pump(self) -> None:
+        if self._running or not self._queue:
+            return
+        patches = 0
+        # An item above the budget runs alone.
+        while self._queue and (not self._running or patches + self._queue[0].num_patches <= self._max_patches):
+            job = self._queue.popleft()
+            patches += job.num_patches
+            self._running.append(job)
+        self._last_batch += 1
+        self.num_batches += 1
+        batch = self._running
+        run = Run(
+            batch_id=self._last_batch,
+            sources=[job.pixels.part.offset for job in batch],
+            heights=[job.pixels.height for job in batch],
+            widths=[job.pixels.width for job in batch],
+            extents=[job.extent.offset for job in batch],
+            num_tokens=[job.num_tokens for job in batch],
+        )
+        self._send(run)

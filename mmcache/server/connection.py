@@ -1,0 +1,253 @@
+"""One client's connection: handshake, requests, leases, and what remains of it after the socket is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from ipc.control import ControlMemory
+from ipc.errors import MemorySealError
+from ipc.leases import Holder
+from ipc.memory_shm import SEALS_FROZEN, check_sealed
+from mmcache._version import __version__
+from mmcache.errors import ItemError, ProtocolError, ProtocolMismatch
+from mmcache.protocol import (
+    ACKNOWLEDGEMENT,
+    KEY_BYTES,
+    PROTOCOL_VERSION,
+    Acknowledge,
+    AnyHello,
+    Cancel,
+    Encode,
+    Frame,
+    Hello,
+    Kind,
+    OutgoingFrame,
+    PoolAdded,
+    PoolGone,
+    Refused,
+    StatsReply,
+    Supply,
+    close_all,
+    pack_frame,
+    parse,
+)
+from mmcache.server.channel import Channel
+from mmcache.server.decoders import SharedDescriptor, Supplied
+from mmcache.server.requests import Flight, Request
+from mmcache.transport import peer_of, same_process, take_descriptors
+
+if TYPE_CHECKING:
+    from mmcache.server.coordinator import Coordinator
+    from mmcache.server.ranks import Rank
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+SWEEP_ABOVE = 256
+"""A request sweeps its connection's control memory in passing when it holds more shares than this."""
+
+
+class Connection:
+    """Lives until its socket is closed *and* its last lease has ended."""
+
+    def __init__(self, coordinator: Coordinator, sock: socket.socket) -> None:
+        self._coordinator = coordinator
+        self._loop = asyncio.get_running_loop()
+        self._pid, _ = peer_of(sock)
+        self._pidfd = -1
+        self._namespace = ""
+        self._requests: dict[int, Request] = {}
+        self._closes_when_idle = False
+        self.holder: Holder | None = None
+        self._channel = Channel(self._loop, sock, self._on_frame, self._on_close)
+        self._handshake_timer = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._channel.close, "no handshake")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its socket is open and greeted."""
+        return self._channel.is_open and self.holder is not None
+
+    def send(self, frame: OutgoingFrame) -> None:
+        """Send a frame; after the close it is dropped."""
+        self._channel.send(frame)
+
+    def add_pool(self, rank: Rank) -> None:
+        """Hand the client the memory of a pool."""
+        added = PoolAdded(pool_id=rank.pool_id, nbytes=rank.pool.bytes_total)
+        self.send(pack_frame(Kind.POOL_ADDED, added, fds=[rank.fd]))
+
+    def drop_pool(self, pool_id: int) -> None:
+        """Tell the client that no further grant will name the pool."""
+        self.send(pack_frame(Kind.POOL_GONE, PoolGone(pool_id=pool_id)))
+
+    def close_when_idle(self) -> None:
+        """Close now, or after the last request in flight."""
+        self._closes_when_idle = True
+        if not self._requests:
+            self._channel.close("shutting down")
+
+    def close(self) -> None:
+        """Close now."""
+        self._channel.close("shutting down")
+
+    def sweep(self) -> None:
+        """End the leases that the client acknowledged."""
+        if self.holder is None:
+            return
+        self.holder.sweep()
+        if not self._channel.is_open and self.holder.num_active == 0:
+            self._forget()
+
+    def finished(self, request: Request) -> None:
+        """A request is settled, or given up."""
+        self._requests.pop(request.request_id, None)
+        if self._closes_when_idle and not self._requests:
+            self._channel.close("shutting down")
+
+    def count_error(self, kind: str) -> None:
+        """One item failed."""
+        self._coordinator.stats.errors[kind] += 1
+
+    def late_error(self, flight: Flight) -> ItemError:
+        """The error of a position that was open at the deadline."""
+        return self._coordinator.late_error(flight)
+
+    def _on_frame(self, frame: Frame) -> None:
+        if self.holder is None:
+            self._greet(frame)
+        elif frame.kind == Kind.ENCODE:
+            self._on_encode(self.holder, frame)
+        elif frame.kind == Kind.SUPPLY:
+            self._on_supply(frame)
+        else:
+            close_all(frame.fds)
+            self._on_small_frame(self.holder, frame)
+
+    def _on_small_frame(self, holder: Holder, frame: Frame) -> None:
+        if frame.kind == Kind.CANCEL:
+            cancel = parse(Cancel, frame)
+            if (request := self._requests.get(cancel.request_id)) is not None:
+                request.cancel(cancel.positions)
+        elif frame.kind == Kind.ACKNOWLEDGE:
+            parse(Acknowledge, frame)
+            if len(frame.body) % ACKNOWLEDGEMENT.size:
+                raise ProtocolError(f"acknowledgements of {len(frame.body)} bytes are not whole records")
+            for slot, generation in ACKNOWLEDGEMENT.iter_unpack(frame.body):
+                holder.acknowledge(slot, generation)
+        elif frame.kind == Kind.STATS:
+            stats = json.dumps(self._coordinator.snapshot()).encode()
+            self.send(pack_frame(Kind.STATS_REPLY, StatsReply(), stats))
+        else:
+            raise ProtocolError(f"frame of kind {frame.kind} does not belong here")
+
+    def _greet(self, frame: Frame) -> None:
+        if frame.kind != Kind.HELLO:
+            close_all(frame.fds)
+            raise ProtocolError(f"the first frame must be HELLO, not {frame.kind}")
+        (self._pidfd,) = take_descriptors(frame, 1)
+        self._handshake_timer.cancel()
+        # A peer of another protocol version may say things this one cannot parse.
+        protocol = parse(AnyHello, frame).protocol
+        if protocol != PROTOCOL_VERSION:
+            reason = f"the client speaks protocol {protocol}, this sidecar ({__version__}) speaks {PROTOCOL_VERSION}"
+            self._refuse(ProtocolMismatch(reason))
+            return
+        hello = parse(Hello, frame)
+        if not same_process(self._pidfd, self._pid):
+            self._refuse(ProtocolError("the descriptor of HELLO is not a pidfd of the connecting process"))
+            return
+        self._namespace = hello.namespace
+        self.holder = Holder(ControlMemory.create(self._coordinator.settings.control_words), hello.name, self._pid)
+        self._loop.add_reader(self._pidfd, self._on_death)
+        self.send(pack_frame(Kind.WELCOME, self._coordinator.welcome(), fds=[self.holder.control.fd]))
+        for rank in self._coordinator.ranks.ready:
+            self.add_pool(rank)
+
+    def _refuse(self, error: ProtocolError) -> None:
+        refused = Refused(error=type(error).__name__, reason=str(error))
+        self.send(pack_frame(Kind.REFUSED, refused))
+        self._channel.close(str(error))
+
+    def _on_encode(self, holder: Holder, frame: Frame) -> None:
+        close_all(frame.fds)
+        encode = parse(Encode, frame)
+        if len(frame.body) != encode.num_items * KEY_BYTES:
+            raise ProtocolError(f"{encode.num_items} keys do not fill {len(frame.body)} bytes")
+        if encode.request_id in self._requests:
+            raise ProtocolError(f"request {encode.request_id} is in flight already")
+        if holder.num_active > SWEEP_ABOVE:
+            holder.sweep()
+        request = Request(self, holder, encode.request_id, frame.body, encode.timeout_ms / 1000)
+        self._requests[encode.request_id] = request
+        self._coordinator.serve_batch(request)
+
+    def _on_supply(self, frame: Frame) -> None:
+        (fd,) = take_descriptors(frame, 1)
+        memory = SharedDescriptor(fd)
+        try:
+            supply = parse(Supply, frame)
+            _check_supply(supply, fd, self._coordinator.settings.max_item_bytes)
+            request = self._requests.get(supply.request_id)
+            if request is not None:  # else it was given up meanwhile
+                self._hand_over(request, supply, memory)
+        finally:
+            memory.release()
+
+    def _hand_over(self, request: Request, supply: Supply, memory: SharedDescriptor) -> None:
+        columns = (supply.positions, supply.kinds, supply.headers, supply.offsets, supply.sizes)
+        for position, kind, header, offset, size in zip(*columns, strict=True):
+            flight = request.open.get(position)
+            supplied = Supplied(memory, self._namespace, kind, header, offset, size)
+            if flight is not None and flight.waiters[0] == (request, position) and flight.supply(supplied):
+                memory.share()
+
+    def _on_close(self, reason: str) -> None:
+        self._handshake_timer.cancel()
+        for request in list(self._requests.values()):
+            request.cancel([])
+        if self.holder is None:
+            self._forget()
+            return
+        log.debug("connection of %s (pid %d) closed: %s", self.holder.name, self._pid, reason)
+        self.holder.sweep()
+        if self.holder.num_active == 0:
+            self._forget()
+        else:
+            self.holder.quarantine()
+
+    def _on_death(self) -> None:
+        """The client's process is dead, whoever may still hold its socket open."""
+        assert self.holder is not None, "its pidfd is watched from the handshake on"
+        self._channel.close("the process died")
+        if self._pidfd >= 0:
+            self.holder.sweep()
+            self.holder.end_all()
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self.holder is not None:
+            self.holder.control.close()
+        self._coordinator.forget(self)
+
+
+def _check_supply(supply: Supply, fd: int, max_item_bytes: int) -> None:
+    columns = (supply.kinds, supply.headers, supply.offsets, supply.sizes)
+    if any(len(column) != len(supply.positions) for column in columns):
+        raise ProtocolError("the columns of a SUPPLY differ in length")
+    try:
+        limit = check_sealed(fd, SEALS_FROZEN)
+    except MemorySealError as error:
+        raise ProtocolError(f"SUPPLY: {error}") from error
+    if any(offset + size > limit for offset, size in zip(supply.offsets, supply.sizes, strict=True)):
+        raise ProtocolError(f"SUPPLY: an item reaches beyond the {limit} bytes of its memory")
+    if any(size > max_item_bytes for size in supply.sizes):
+        raise ProtocolError(f"SUPPLY: an item is larger than {max_item_bytes} bytes (max_item_bytes)")

@@ -1,0 +1,79 @@
+"""A decoder: a process without a device that hashes, parses and decodes untrusted files into the ingest region."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ipc.memory_shm import SEALS_FROZEN, ReadOnlyRegion, SharedRegion
+from mmcache.errors import ConnectionLost, ContentMismatch, ItemError
+from mmcache.keys import KeyHasher
+from mmcache.media import OpenedMedia
+from mmcache.protocol import Frame, Kind, pack_frame, parse
+from mmcache.server.children import connect_to_parent
+from mmcache.server.messages import Drop, Fill, Filled, Probe, Probed, StartDecoder
+from mmcache.transport import BlockingChannel, take_descriptors
+
+
+class Decoder:
+    """Answers probes and fills in the order they come."""
+
+    def __init__(self, channel: BlockingChannel) -> None:
+        frame = channel.receive()
+        start = parse(StartDecoder, frame)
+        (fd,) = take_descriptors(frame, 1)
+        self._region = SharedRegion.attach(fd)
+        os.close(fd)
+        self._channel = channel
+        self._seed = start.seed
+        self._max_pixels = start.max_pixels
+        self._opened: dict[int, OpenedMedia] = {}
+
+    def serve(self) -> None:
+        """Until the sidecar closes the channel."""
+        while True:
+            frame = self._channel.receive()
+            if frame.kind == Kind.PROBE:
+                self._channel.send(pack_frame(Kind.PROBED, self._probe(frame)))
+            elif frame.kind == Kind.FILL:
+                self._channel.send(pack_frame(Kind.FILLED, self._fill(parse(Fill, frame))))
+            elif frame.kind == Kind.DROP:
+                self._opened.pop(parse(Drop, frame).job_id, None)
+
+    def _probe(self, frame: Frame) -> Probed:
+        probe = parse(Probe, frame)
+        (fd,) = take_descriptors(frame, 1)
+        try:
+            raw = ReadOnlyRegion.attach(fd, SEALS_FROZEN).view(probe.offset, probe.nbytes).data
+        finally:
+            os.close(fd)
+        try:
+            if KeyHasher(self._seed, probe.namespace).key(probe.kind, probe.header, raw) != probe.key:
+                raise ContentMismatch("the bytes do not hash to the key that was sent; nothing was cached")
+            opened = OpenedMedia(probe.kind, probe.header, raw, self._max_pixels)
+        except ItemError as error:
+            return Probed(job_id=probe.job_id, error=type(error).__name__, reason=error.reason)
+        self._opened[probe.job_id] = opened
+        return Probed(job_id=probe.job_id, width=opened.width, height=opened.height)
+
+    def _fill(self, fill: Fill) -> Filled:
+        opened = self._opened.pop(fill.job_id)
+        pixels = self._region.array(fill.offset, opened.nbytes)
+        try:
+            opened.fill(pixels.reshape(opened.height, opened.width, 3))
+        except ItemError as error:
+            return Filled(job_id=fill.job_id, error=type(error).__name__, reason=error.reason)
+        return Filled(job_id=fill.job_id)
+
+
+def main() -> None:
+    """Entry point of the process."""
+    channel = connect_to_parent(sys.argv)
+    try:
+        Decoder(channel).serve()
+    except ConnectionLost:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

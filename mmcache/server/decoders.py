@@ -1,0 +1,194 @@
+"""The coordinator's side of the decoder: jobs, their answers, and what happens when it dies or hangs on one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from dataclasses import dataclass
+
+from ipc.memory_shm import sealed_copy
+from mmcache.errors import ITEM_ERRORS, ItemError, UndecodableImage
+from mmcache.keys import KeyHasher
+from mmcache.media import ARRAY
+from mmcache.protocol import Frame, Kind, close_all, pack_frame, parse
+from mmcache.server.children import Child
+from mmcache.server.ingest import Ingest, IngestSlice
+from mmcache.server.messages import Drop, Fill, Filled, Probe, Probed, StartDecoder
+
+log = logging.getLogger(__name__)
+
+MAX_JOBS = 8
+"""Jobs a decoder is given at once: enough that it never waits for the coordinator."""
+
+MODULE = "mmcache.server.decoder_process"
+
+
+class SharedDescriptor:
+    """A descriptor that several items lie in, closed when the last of them is done."""
+
+    __slots__ = ("_num_users", "fd")
+
+    def __init__(self, fd: int) -> None:
+        """Takes the descriptor over, with one user."""
+        self.fd = fd
+        self._num_users = 1
+
+    def share(self) -> None:
+        """One user more."""
+        self._num_users += 1
+
+    def release(self) -> None:
+        """One user is done."""
+        self._num_users -= 1
+        if self._num_users == 0:
+            os.close(self.fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Supplied:
+    """An item's bytes as a client sent them: a claim until the decoder has hashed them."""
+
+    memory: SharedDescriptor
+    namespace: str
+    kind: str
+    header: bytes
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """Decoded RGB pixels, uint8 `[height, width, 3]`, in the ingest region; the holder frees the slice."""
+
+    part: IngestSlice
+    height: int
+    width: int
+
+
+class _DecoderLostError(Exception):
+    """The decoder died, but not on this job."""
+
+
+class Decoders:
+    """One decoder process, restarted when it dies."""
+
+    def __init__(self, ingest: Ingest, seed: int, max_pixels: int, timeout_s: float) -> None:
+        self._ingest = ingest
+        self._start = StartDecoder(seed=seed, max_pixels=max_pixels)
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._slots = asyncio.Semaphore(MAX_JOBS)
+        self._answers: dict[int, asyncio.Future[Probed | Filled]] = {}
+        self._unanswered: deque[int] = deque()  # the order in which the process works: its head is what it works on
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._last_job = 0
+        self._stopping = False
+        self.num_restarts = 0
+        self._child = self._spawn()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the decoders."""
+        return [self._child.pid]
+
+    async def decode(self, item: Supplied, key: bytes) -> Pixels:
+        """Check an item against its key and decode it. Not to be cancelled: the process may be writing.
+
+        Raises:
+            ItemError: as the decoder says; `ContentMismatch` when the bytes are not those of the key.
+        """
+        async with self._slots:
+            for _ in range(3):
+                try:
+                    return await self._decode_once(item, key)
+                except _DecoderLostError:
+                    continue
+        raise UndecodableImage("the decoder died three times beside it")
+
+    async def check(self) -> None:
+        """Decode one pixel: returns once the process is up and well."""
+        pixel, header = b"\0\0\0", b'{"dtype":"uint8","shape":[1,1,3]}'
+        fd, _ = sealed_copy("mmcache-check", [pixel])
+        memory = SharedDescriptor(fd)
+        try:
+            key = KeyHasher(self._start.seed).key(ARRAY, header, pixel)
+            pixels = await self.decode(Supplied(memory, "", ARRAY, header, 0, len(pixel)), key)
+            self._ingest.free(pixels.part)
+        finally:
+            memory.release()
+
+    async def stop(self, timeout_s: float) -> None:
+        """End the process."""
+        self._stopping = True
+        await self._child.stop(timeout_s)
+
+    async def _decode_once(self, item: Supplied, key: bytes) -> Pixels:
+        self._last_job += 1
+        job_id, child = self._last_job, self._child
+        probe = Probe(
+            job_id=job_id, namespace=item.namespace, key=key, kind=item.kind, header=item.header, offset=item.offset,
+            nbytes=item.nbytes,
+        )  # fmt: skip
+        child.send(pack_frame(Kind.PROBE, probe, fds=[item.memory.fd]))
+        probed = await self._answer(job_id)
+        assert isinstance(probed, Probed), "a probe is answered by Probed"
+        try:
+            part = await self._ingest.reserve(probed.width * probed.height * 3)
+        except ItemError:
+            child.send(pack_frame(Kind.DROP, Drop(job_id=job_id)))
+            raise
+        try:
+            if child is not self._child:
+                raise _DecoderLostError
+            child.send(pack_frame(Kind.FILL, Fill(job_id=job_id, offset=part.offset)))
+            await self._answer(job_id)
+        except (ItemError, _DecoderLostError):
+            self._ingest.free(part)
+            raise
+        return Pixels(part, probed.height, probed.width)
+
+    async def _answer(self, job_id: int) -> Probed | Filled:
+        future: asyncio.Future[Probed | Filled] = self._loop.create_future()
+        self._answers[job_id] = future
+        self._unanswered.append(job_id)
+        if self._watchdog is None:
+            self._watch()
+        answer = await future
+        if answer.error:
+            raise ITEM_ERRORS[answer.error](answer.reason)
+        return answer
+
+    def _spawn(self) -> Child:
+        child = Child(MODULE, self._on_frame, self._on_exit, {})
+        child.send(pack_frame(Kind.START_DECODER, self._start, fds=[self._ingest.region.fd]))
+        return child
+
+    def _on_frame(self, frame: Frame) -> None:
+        close_all(frame.fds)
+        answer = parse(Probed, frame) if frame.kind == Kind.PROBED else parse(Filled, frame)
+        assert self._unanswered[0] == answer.job_id, "a decoder answers in order"
+        self._unanswered.popleft()
+        self._answers.pop(answer.job_id).set_result(answer)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Give the job at the head its time."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._watchdog = self._loop.call_later(self._timeout_s, self._child.kill) if self._unanswered else None
+
+    def _on_exit(self, reason: str) -> None:
+        guilty = self._unanswered[0] if self._unanswered else None
+        lost, self._answers = self._answers, {}
+        self._unanswered.clear()
+        self._watch()
+        if not self._stopping:
+            log.warning("%s; starting another", reason)
+            self.num_restarts += 1
+            self._child = self._spawn()
+        for job_id, future in lost.items():
+            blame = UndecodableImage("the decoder died or hung on it") if job_id == guilty else _DecoderLostError()
+            if not future.done():
+                future.set_exception(blame)

@@ -1,0 +1,61 @@
+"""The ingest region: fixed shared memory where decoders leave pixels, and the store embeddings, for the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from ipc.allocator import Allocator
+from ipc.memory_shm import SharedRegion
+from mmcache.errors import ImageTooLarge
+
+
+@dataclass(frozen=True, slots=True)
+class IngestSlice:
+    """A part of the ingest region that belongs to whoever reserved it until it is freed."""
+
+    offset: int
+    nbytes: int
+
+
+class Ingest:
+    """Allocates the region in the order of arrival; a request waits for room, within its caller's patience."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.region = SharedRegion.create("mmcache-ingest", nbytes)
+        self.region.seal_resize()
+        self._allocator = Allocator(self.region.nbytes)
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self.bytes_used = 0
+
+    async def reserve(self, nbytes: int) -> IngestSlice:
+        """Wait for `nbytes` of room.
+
+        Raises:
+            ImageTooLarge: more than the whole region.
+        """
+        if nbytes > self.region.nbytes:
+            raise ImageTooLarge(
+                f"{nbytes} bytes of pixels or payload, the ingest region holds {self.region.nbytes} (ingest_bytes)"
+            )
+        async with self._turn:
+            while (offset := self._allocator.allocate(nbytes)) is None:
+                self._freed.clear()
+                await self._freed.wait()
+        self.bytes_used += nbytes
+        return IngestSlice(offset, nbytes)
+
+    def free(self, part: IngestSlice) -> None:
+        """Give a slice back. Nothing may read or write it any more."""
+        self._allocator.free(part.offset)
+        self.bytes_used -= part.nbytes
+        self._freed.set()
+
+    def memory(self, part: IngestSlice) -> memoryview:
+        """The slice's bytes, writable."""
+        return self.region.array(part.offset, part.nbytes).data
+
+    def close(self) -> None:
+        """Unmap the region."""
+        self.region.close()

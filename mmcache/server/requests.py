@@ -1,0 +1,165 @@
+"""One request in flight, and one flight of a key that no tier had."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mmcache.errors import ItemError
+from mmcache.protocol import GRANT, KEY_BYTES, Kind, Results, pack_frame
+
+if TYPE_CHECKING:
+    from ipc.leases import Holder, Share
+    from ipc.pool import Extent
+    from mmcache.server.connection import Connection
+    from mmcache.server.decoders import Supplied
+
+SUPPLY_WINDOW = 32
+"""Items of one request whose bytes are asked for at once: bounds what a request of large files holds in memory."""
+
+
+class Flight:
+    """The way of one key from miss to embedding, however many positions of however many requests wait for it.
+
+    Attributes:
+        waiters: (request, position), in the order of their arrival. A flight without waiters is given up before
+            its next stage.
+        stage: what it waits for, for error messages.
+        waits_for_room: whether that is room in the pool.
+        supplied: while the first waiter's client is asked for the bytes: gives them, or None if it will not send them.
+    """
+
+    __slots__ = ("key", "stage", "supplied", "waiters", "waits_for_room")
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.waiters: list[tuple[Request, int]] = []
+        self.stage = "looked up"
+        self.waits_for_room = False
+        self.supplied: asyncio.Future[Supplied | None] | None = None
+
+    def join(self, request: Request, position: int) -> None:
+        """One more position waits."""
+        self.waiters.append((request, position))
+        request.open[position] = self
+
+    def leave(self, request: Request, position: int) -> None:
+        """A position waits no longer."""
+        asked = self.waiters[:1]
+        self.waiters.remove((request, position))
+        if self.waiters[:1] != asked:
+            self.supply(None)
+
+    def supply(self, supplied: Supplied | None) -> bool:
+        """Settle the question for bytes. False when nobody asked."""
+        if self.supplied is None or self.supplied.done():
+            return False
+        self.supplied.set_result(supplied)
+        return True
+
+    def fail(self, error: ItemError) -> None:
+        """Every waiter gets the error."""
+        for request, position in self.waiters:
+            request.fail(position, error)
+        self.waiters = []
+
+
+class Request:
+    """One encode request of one connection: what is settled is sent in as few frames as the loop's turns allow.
+
+    Attributes:
+        keys: content keys by position.
+        open: the flight of every position that is not settled.
+        window: bounds the items whose bytes are asked for at once.
+    """
+
+    __slots__ = (
+        "_errors", "_failed", "_flush_due", "_granted", "_need", "_reasons", "_timer", "connection", "deadline",
+        "holder", "keys", "open", "request_id", "window",
+    )  # fmt: skip
+
+    def __init__(self, connection: Connection, holder: Holder, request_id: int, keys: bytes, timeout_s: float) -> None:
+        self.connection = connection
+        self.holder = holder
+        self.request_id = request_id
+        self.keys = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+        self.open: dict[int, Flight] = {}
+        self.deadline = asyncio.get_running_loop().time() + timeout_s
+        self.window = asyncio.Semaphore(SUPPLY_WINDOW)
+        self._granted = bytearray()
+        self._need: list[int] = []
+        self._failed: list[int] = []
+        self._errors: list[str] = []
+        self._reasons: list[str] = []
+        self._flush_due = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def grant(self, position: int, share: Share, extent: Extent, shape: Sequence[int], origin: int) -> None:
+        """A position has its lease. `shape`: tokens and grid t, h, w."""
+        self._granted += GRANT.pack(
+            position, share.slot, share.generation, extent.pool_id, extent.offset, extent.nbytes, *shape, origin
+        )
+        self._settle(position)
+
+    def fail(self, position: int, error: ItemError) -> None:
+        """A position has its error."""
+        self._failed.append(position)
+        self._errors.append(type(error).__name__)
+        self._reasons.append(error.reason[:2000])
+        self.connection.count_error(type(error).__name__)
+        self._settle(position)
+
+    def ask(self, position: int) -> None:
+        """Ask the client for the bytes of a position."""
+        self._need.append(position)
+        self._flush_soon()
+
+    def flush(self) -> None:
+        """Send what is settled or asked for since the last time."""
+        self._flush_due = False
+        results = Results(
+            request_id=self.request_id, need=self._need, failed=self._failed, errors=self._errors,
+            reasons=self._reasons, done=not self.open,
+        )  # fmt: skip
+        self.connection.send(pack_frame(Kind.RESULTS, results, bytes(self._granted)))
+        self._granted.clear()
+        self._need, self._failed, self._errors, self._reasons = [], [], [], []
+        if not self.open:
+            self._finish()
+
+    def wait(self) -> None:
+        """Something is left open: give it its time."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_at(self.deadline, self._expire)
+
+    def cancel(self, positions: Sequence[int]) -> None:
+        """Nobody wants these positions any more; all that are open, if none are named."""
+        for position in positions or list(self.open):
+            flight = self.open.pop(position, None)
+            if flight is not None:
+                flight.leave(self, position)
+        if not self.open:
+            self._finish()
+
+    def _expire(self) -> None:
+        late, self.open = self.open, {}
+        for position, flight in late.items():
+            error = self.connection.late_error(flight)
+            flight.leave(self, position)
+            self.fail(position, error)
+        self.flush()
+
+    def _settle(self, position: int) -> None:
+        if self.open.pop(position, None) is not None:
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._flush_due:
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def _finish(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.connection.finished(self)

@@ -1,0 +1,103 @@
+"""The sidecar's life: claim the socket, start everything, announce, serve, drain, leave nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Coroutine
+
+import uvloop
+
+from mmcache.config import Settings
+from mmcache.server.coordinator import Coordinator
+from mmcache.server.ingest import Ingest
+from mmcache.server.listener import Listener
+from mmcache.server.state import load_or_create_seed, prepare_state
+from mmcache.tiers.lmdb import LmdbTier
+from mmcache.tiers.tiered import TieredStore
+from mmcache.transport import raise_descriptor_limit
+
+log = logging.getLogger(__name__)
+
+
+def run(settings: Settings, announce: Callable[[Coordinator], None]) -> None:
+    """Serve until SIGTERM or SIGINT. `announce` is called when a request would succeed.
+
+    Raises:
+        ConfigError, CheckpointError, SidecarRunning: it cannot start.
+    """
+    raise_descriptor_limit()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings, announce))
+
+
+async def _serve(settings: Settings, announce: Callable[[Coordinator], None]) -> None:
+    state = prepare_state(settings.state)
+    listener = Listener(settings.socket)
+    try:
+        async with _Signals() as signals:
+            seed, ingest = load_or_create_seed(state), Ingest(settings.ingest_bytes)
+            coordinator = Coordinator(settings, seed, ingest, _store(settings))
+            try:
+                await _serve_until(signals, coordinator, listener, announce)
+            finally:
+                await coordinator.stop()
+    finally:
+        listener.close()
+
+
+async def _serve_until(
+    signals: _Signals, coordinator: Coordinator, listener: Listener, announce: Callable[[Coordinator], None]
+) -> None:
+    if not await signals.before(coordinator.start()):
+        return
+    loop = asyncio.get_running_loop()
+    listener.listen()
+    loop.add_reader(listener.fileno(), listener.accept, coordinator.accept)
+    announce(coordinator)
+    await signals.stop.wait()
+    log.info("stopping: finishing what is in flight; once more to stop at once")
+    loop.remove_reader(listener.fileno())
+    listener.stop()
+    await signals.before(coordinator.drain(coordinator.settings.drain_timeout_s), num_signals=2)
+
+
+def _store(settings: Settings) -> TieredStore:
+    tiers = [] if settings.store_path is None else [LmdbTier(settings.store_path, settings.store_bytes)]
+    return TieredStore(tiers, settings.store_timeout_ms / 1000, settings.write_behind_bytes)
+
+
+class _Signals:
+    """SIGTERM and SIGINT as events: the first asks to drain, the second to stop at once."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self._now = asyncio.Event()
+
+    async def before(self, work: Coroutine[object, object, None], num_signals: int = 1) -> bool:
+        """Run `work`; False when that many signals came first, and it was cancelled."""
+        task = asyncio.ensure_future(work)
+        signalled = asyncio.ensure_future((self.stop if num_signals == 1 else self._now).wait())
+        await asyncio.wait((task, signalled), return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+        if task.done():
+            task.result()
+            return True
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return False
+
+    def _received(self) -> None:
+        (self._now if self.stop.is_set() else self.stop).set()
+
+    async def __aenter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._received)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)

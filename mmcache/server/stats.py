@@ -1,0 +1,94 @@
+"""Counters, and the one place where they become the JSON of `mmcache stats`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ipc.leases import HolderState
+from mmcache._version import __version__
+
+if TYPE_CHECKING:
+    from mmcache.server.coordinator import Coordinator
+
+
+@dataclass(slots=True)
+class Stats:
+    """What the coordinator counts itself. Every position of every request ends in exactly one of the item counters.
+
+    `items`: positions asked for. `hit_pool`: granted at once. `joined`: waited for a flight that was under way.
+    `hit_store`, `encoded`: flights that ended so (one a key, however many positions waited). `errors`: by kind.
+    `room_waits`: times an allocation found no room and looked again a millisecond later.
+    """
+
+    requests: int = 0
+    items: int = 0
+    hit_pool: int = 0
+    hit_store: int = 0
+    joined: int = 0
+    encoded: int = 0
+    encode_seconds: float = 0.0
+    room_waits: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    started_s: float = field(default_factory=time.monotonic)
+
+
+def snapshot(coordinator: Coordinator) -> dict[str, object]:
+    """Everything as nested plain data, numbers as numbers."""
+    stats, facts, settings = coordinator.stats, coordinator.facts, coordinator.settings
+    holders = [connection.holder for connection in coordinator.connections if connection.holder is not None]
+    quarantined = [holder for holder in holders if holder.state is HolderState.QUARANTINED]
+    ranks = coordinator.ranks
+    pools = [rank.pool for rank in (*ranks.ready, *coordinator.retired)]
+    return {
+        "version": __version__,
+        "pid": os.getpid(),
+        "uptime_seconds": round(time.monotonic() - stats.started_s, 3),
+        "model": facts.model,
+        "fingerprint": str(facts.fingerprint),
+        "device": settings.device,
+        "dtype": facts.dtype,
+        "dim": facts.dim,
+        "requests": stats.requests,
+        "items": {
+            "total": stats.items,
+            "hit_pool": stats.hit_pool,
+            "hit_store": stats.hit_store,
+            "joined": stats.joined,
+            "encoded": stats.encoded,
+            "failed": stats.errors.total(),
+        },
+        "errors": dict(sorted(stats.errors.items())),
+        "leases": {
+            "active": sum(holder.num_active for holder in holders),
+            "quarantined": sum(holder.num_active for holder in quarantined),
+            "connections": len(holders) - len(quarantined),
+            "control_words": settings.control_words,
+            "strays": sum(holder.num_strays for holder in holders),
+        },
+        "pool": {
+            "bytes_total": sum(rank.pool.bytes_total for rank in ranks.ready),
+            "bytes_used": sum(rank.pool.bytes_used for rank in ranks.ready),
+            "bytes_leased": sum(pool.bytes_leased for pool in pools),
+            "entries": sum(rank.pool.num_extents for rank in ranks.ready),
+            "evictions": coordinator.num_past_evictions + sum(rank.pool.num_evictions for rank in ranks.ready),
+            "room_waits": stats.room_waits,
+        },
+        "ranks": {
+            "configured": settings.ranks,
+            "ready": len(ranks.ready),
+            "restarts": ranks.num_restarts,
+            "pids": ranks.pids,
+        },
+        "decoders": {"restarts": coordinator.decoders.num_restarts, "pids": coordinator.decoders.pids},
+        "ingest": {"bytes_total": coordinator.ingest.region.nbytes, "bytes_used": coordinator.ingest.bytes_used},
+        "encode": {
+            "seconds": round(stats.encode_seconds, 6),
+            "batches": coordinator.num_past_batches + sum(rank.batcher.num_batches for rank in ranks.ready),
+            "queued": sum(len(rank.batcher) for rank in ranks.ready),
+        },
+        "store": coordinator.store.counters(),
+    }

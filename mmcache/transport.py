@@ -1,0 +1,142 @@
+"""Frames over a blocking Unix socket: the client's side, and that of the sidecar's own processes."""
+
+from __future__ import annotations
+
+import array
+import socket
+import time
+from collections.abc import Callable
+
+from mmcache.errors import ConnectionLost, ProtocolError
+from mmcache.protocol import MAX_DESCRIPTORS, Frame, FrameReader, OutgoingFrame, close_all
+
+RECEIVE_BYTES = 1 << 18
+ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
+
+
+def receive_once(sock: socket.socket, reader: FrameReader) -> bool:
+    """Read what is there into `reader`, descriptors too. False at the end of the stream.
+
+    Raises:
+        ProtocolError: descriptors were cut off.
+    """
+    data, ancillary, flags, _ = sock.recvmsg(RECEIVE_BYTES, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    if ancillary or flags:
+        fds = array.array("i")
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+        reader.feed(data, fds.tolist())
+        if flags & socket.MSG_CTRUNC:
+            raise ProtocolError("descriptors were cut off: too many in one message, or none left to this process")
+    elif data:
+        reader.feed(data)
+    return bool(data)
+
+
+def rights(frame: OutgoingFrame) -> list[tuple[int, int, array.array[int]]]:
+    """The ancillary data that sends a frame's descriptors."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", frame.fds))] if frame.fds else []
+
+
+class BlockingChannel:
+    """Frames over one connected socket. `send` and `receive` each by one thread at a time."""
+
+    def __init__(self, sock: socket.socket, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sock = sock
+        self._reader = FrameReader()
+        self._clock = clock
+
+    def send(self, frame: OutgoingFrame, deadline: float | None = None) -> None:
+        """Send one frame, whole.
+
+        Raises:
+            TimeoutError: the deadline (of the clock) passed.
+            ConnectionLost: the other end is gone.
+        """
+        try:
+            self._sock.settimeout(self._remaining(deadline))
+            sent = self._sock.sendmsg([frame.data], rights(frame))
+            while sent < len(frame.data):
+                self._sock.settimeout(self._remaining(deadline))
+                sent += self._sock.send(memoryview(frame.data)[sent:])
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke while sending: {error.strerror}") from error
+        finally:
+            if frame.owned:
+                close_all(frame.fds)
+
+    def receive(self, deadline: float | None = None) -> Frame:
+        """Wait for the next frame.
+
+        Raises:
+            TimeoutError: the deadline (of the clock) passed.
+            ConnectionLost: the other end is gone.
+            ProtocolError: what came is not a frame.
+        """
+        while (frame := self._reader.next_frame()) is None:
+            try:
+                self._sock.settimeout(self._remaining(deadline))
+                alive = receive_once(self._sock, self._reader)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise ConnectionLost(f"the connection broke: {error.strerror}") from error
+            if not alive:
+                raise ConnectionLost("the other end closed the connection")
+        return frame
+
+    def close(self) -> None:
+        """Close the socket and what was received with frames that never completed."""
+        self._sock.close()
+        self._reader.close()
+
+    def _remaining(self, deadline: float | None) -> float | None:
+        if deadline is None:
+            return None
+        remaining = deadline - self._clock()
+        if remaining <= 0:
+            raise TimeoutError("the deadline passed")
+        return remaining
+
+
+def take_descriptors(frame: Frame, count: int) -> list[int]:
+    """The frame's descriptors, which now belong to the caller.
+
+    Raises:
+        ProtocolError: there are not exactly `count`; all are closed.
+    """
+    if len(frame.fds) != count:
+        close_all(frame.fds)
+        raise ProtocolError(f"frame carries {len(frame.fds)} descriptors where {count} belong")
+    return frame.fds
+
+
+def raise_descriptor_limit() -> None:
+    """Lift this process's soft limit of descriptors to the hard one."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard > 0 else 1 << 20, hard))
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process that connected the other end, as the kernel knows it."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = array.array("i", credentials)
+    return pid, uid & 0xFFFFFFFF
+
+
+def same_process(pidfd: int, pid: int) -> bool:
+    """Whether `pidfd` is a pidfd, and of process `pid` (any process, where that pid is not visible here)."""
+    try:
+        with open(f"/proc/self/fdinfo/{pidfd}", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file if ":" in line)
+    except (OSError, ValueError):
+        return False
+    if "Pid" not in fields:
+        return False
+    return pid == 0 or int(fields["Pid"]) == pid

@@ -1,0 +1,1 @@
+"""Where embeddings are kept besides the pool."""

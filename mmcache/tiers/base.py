@@ -1,0 +1,97 @@
+"""The contract of a tier: five methods, all asynchronous; a miss is None and not an exception."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of one value of each dtype that can be stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a tier knows of one embedding.
+
+    Attributes:
+        key: the store key, 32 bytes.
+        shape: (tokens, dim).
+        dtype: "float32" or "bfloat16".
+        grid_thw: patches in time, height and width.
+        nbytes: of the payload: tokens times dim times the dtype's size.
+        checksum: `keys.checksum` of the payload.
+        created_s: Unix time of the encoding.
+        encode_seconds: what the encoding took.
+    """
+
+    key: bytes
+    shape: tuple[int, int]
+    dtype: str
+    grid_thw: tuple[int, int, int]
+    nbytes: int
+    checksum: int
+    created_s: float
+    encode_seconds: float
+
+
+class TierError(Exception):
+    """The tier as a whole could not do it: unreachable, full, broken. Never about one damaged entry."""
+
+
+class Tier(ABC):
+    """One level of storage.
+
+    Attributes:
+        name: for counters and messages.
+        counters: events since the start, and gauges; read and changed on the event loop only.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+
+    @abstractmethod
+    async def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """Look up many keys at once; None for each that is absent or whose record is damaged.
+
+        Raises:
+            TierError: the tier could not be asked.
+        """
+
+    @abstractmethod
+    async def read(self, entry: Entry, into: memoryview) -> bool:
+        """Copy the payload of an entry that `find` returned into the start of `into`, and verify it.
+
+        Returns False when the entry is gone, replaced or damaged; a damaged one is counted and removed. `into` is the
+        caller's, at least `entry.nbytes` bytes; its content is undefined unless the result is True. However the call
+        ends, also by cancellation, nothing writes to `into` afterwards.
+
+        Raises:
+            TierError: the tier could not be read.
+        """
+
+    @abstractmethod
+    async def put(self, entry: Entry, payload: memoryview) -> None:
+        """Store an entry whole or not at all. What is already there under the key may stay, or be replaced.
+
+        `payload` is the caller's and must not change during the call. However the call ends, nothing reads it
+        afterwards; a cancelled call therefore ends late.
+
+        Raises:
+            TierError: it was not stored.
+        """
+
+    @abstractmethod
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove entries; absent ones are no error.
+
+        Raises:
+            TierError: some may still be there.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Finish what runs and give up every resource. Closing twice is harmless."""

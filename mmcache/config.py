@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import mmap
-import re
 import tomllib
 from collections.abc import Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -16,34 +14,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from mmcache.errors import ConfigError
 from mmcache.paths import PREFIX, check_socket, default_socket, default_state
+from mmcache.sizes import parse_size
 
 __all__ = ["Settings", "default_socket", "default_state", "load_settings", "parse_size"]
 
 STORE_FILE = "embeddings.lmdb"
 
-_UNITS = {"B": 1} | {
-    f"{letter}{binary}B": (1024 if binary else 1000) ** power
-    for power, letter in enumerate("KMGT", start=1)
-    for binary in ("", "i")
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", re.IGNORECASE | re.ASCII)
-_SIZE_RULE = "a size such as 512MiB, 4GiB or a whole number of bytes"
 _FUTURE_STORES = ("redis", "rediss", "redis+sentinel", "redis+cluster")
 _Named = dict[str, tuple[object, str]]  # setting -> (value, where it came from)
-
-
-def parse_size(value: object) -> int:
-    """Bytes in `value`: a whole number, or text such as "512MiB", "4 GiB", "1.5GB". Raises ValueError otherwise."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    units = {unit.upper(): size for unit, size in _UNITS.items()}
-    if match is None or (match[2].upper() or "B") not in units:
-        raise ValueError(f"must be {_SIZE_RULE}")
-    size = Decimal(match[1]) * units[match[2].upper() or "B"]
-    if size != int(size):
-        raise ValueError(f"must be {_SIZE_RULE}")
-    return int(size)
 
 
 def _page_rounded(size: int) -> int:

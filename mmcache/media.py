@@ -12,7 +12,9 @@ import io
 import json
 import os
 import stat
+import struct
 import sys
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +27,11 @@ if TYPE_CHECKING:
 
 IMAGE, ARRAY, PIL = "image", "array", "pil"
 
-FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
+FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 """Formats that are decoded. Those that run other programs or scripts (EPS, WMF) are left out on purpose."""
+
+DAMAGE = (OSError, SyntaxError, ValueError, TypeError, IndexError, EOFError, OverflowError, struct.error, zlib.error)
+"""What Pillow raises on damaged files. Anything else ends the decoder, which costs this item alone."""
 
 ALPHA_MODES = frozenset({"LA", "La", "PA", "RGBA", "RGBa"})
 OPAQUE_MODES = frozenset({"1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV"})
@@ -236,6 +241,7 @@ def _opened_image(raw: memoryview) -> Image.Image:
 
     # The limit of pixels is the caller's, checked from the header; Pillow's own would warn or raise at another number.
     Image.MAX_IMAGE_PIXELS = None
+    Image.init()
     try:
         return Image.open(io.BytesIO(raw), formats=FORMATS)
     except Exception as error:

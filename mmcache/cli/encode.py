@@ -54,7 +54,10 @@ def encode(files: Sequence[str], out: Path | None, socket: Path | None, timeout:
 
 
 def _item(file: str) -> bytes | str:
-    return click.get_binary_stream("stdin").read() if file == "-" else file
+    if file != "-":
+        return file
+    data: bytes = click.get_binary_stream("stdin").read()
+    return data
 
 
 def _out_names(files: Sequence[str]) -> list[tuple[str, bool]]:

@@ -1,0 +1,115 @@
+"""One encode a key, however many wait for it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mmcache
+from mmcache.keys import KeyHasher
+from mmcache.media import describe
+from tests.mmcache.support import SidecarProcess, image
+
+
+def in_threads(jobs: list[Any]) -> list[Any]:
+    """Run the jobs at the same time; their results in order."""
+    results: list[Any] = [None] * len(jobs)
+    barrier = threading.Barrier(len(jobs))
+
+    def run(index: int) -> None:
+        barrier.wait()
+        try:
+            results[index] = jobs[index]()
+        except mmcache.MMCacheError as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_sixteen_clients_one_encode(tmp_path: Path) -> None:
+    with SidecarProcess(tmp_path, ranks="2") as sidecar:
+        clients = [sidecar.connect() for _ in range(16)]
+        picture = image(1, 700, 900)
+        results = in_threads([lambda client=client: client.encode([picture])[0] for client in clients])
+        arrays = [lease.numpy() for lease in results]
+        for array in arrays[1:]:
+            np.testing.assert_array_equal(arrays[0], array)
+        items = sidecar.stats()["items"]
+        assert items["encoded"] == 1
+        assert items["joined"] + items["hit_pool"] == 15
+        for lease in results:
+            lease.release()
+        for client in clients:
+            client.close()
+
+
+def test_a_dead_supplier_is_replaced(sidecar: SidecarProcess) -> None:
+    """The client that was asked for the bytes closes instead: the next one that waits is asked."""
+    from mmcache.protocol import Encode, Kind, pack_frame
+
+    picture = image(2)
+    silent = sidecar.connect()
+    key = silent.key(picture)
+    silent._channel.send(pack_frame(Kind.ENCODE, Encode(request_id=1, num_items=1, timeout_ms=60_000), key))
+    assert silent._channel.receive(None).kind == Kind.POOL_ADDED
+    assert b'"need":[0]' in silent._channel.receive(None).header
+    with sidecar.connect() as patient:
+        results: list[Any] = []
+        waiting = threading.Thread(target=lambda: results.extend(patient.encode([picture])))
+        waiting.start()
+        while sidecar.stats()["items"]["joined"] == 0:
+            pass
+        silent._channel.close()
+        waiting.join()
+        assert results[0].origin == "encoded"
+        results[0].release()
+
+
+def test_a_liar_poisons_nobody(sidecar: SidecarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client claims another's key for its own bytes: it fails, nothing is cached, the honest one is served."""
+    truth, lie = image(3), image(4)
+    with sidecar.connect() as honest, sidecar.connect() as liar:
+        key = honest.key(truth)
+        monkeypatch.setattr(KeyHasher, "key", lambda *_: key)
+        (result,) = liar.encode([lie], errors="return")
+        monkeypatch.undo()
+        assert isinstance(result, mmcache.ContentMismatch)
+        with honest.encode([truth])[0] as lease:
+            assert lease.origin == "encoded"
+            expected = lease.numpy().copy()
+        with liar.encode([truth])[0] as lease:
+            np.testing.assert_array_equal(lease.numpy(), expected)
+        assert sidecar.stats()["errors"] == {"ContentMismatch": 1}
+
+
+def test_bytes_travel_only_for_misses(sidecar: SidecarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    supplied: list[int] = []
+    from mmcache.core import ClientCore
+
+    send = ClientCore._send_supply
+    monkeypatch.setattr(
+        ClientCore, "_send_supply", lambda self, *args: (supplied.extend(args[1]), send(self, *args))[1]
+    )
+    with sidecar.connect() as client:
+        for lease in client.encode([image(5), image(6)]):
+            lease.release()
+        assert sorted(supplied) == [0, 1]
+        for lease in client.encode([image(5), image(6), image(7)]):
+            lease.release()
+        assert sorted(supplied) == [0, 1, 2]
+
+
+def test_keys_do_not_depend_on_the_client(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as one, sidecar.connect() as two:
+        assert one.key(b"abc") == two.key(b"abc")
+        media = describe(b"abc", 0, 1000)
+        assert one.key(b"abc") == KeyHasher(one._core.welcome.seed).key(media.kind, media.header, media.raw)

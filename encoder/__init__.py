@@ -1,0 +1,1 @@
+"""Pixels to embeddings. Knows nothing of caches, sockets or leases; this module imports nothing."""

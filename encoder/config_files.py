@@ -109,8 +109,13 @@ def _first(*values: Any) -> Any:
 
 
 def _text_width(outer: "_Settings") -> Any:
-    text = outer.take("text_config")
-    return None if text is None else _Settings("config.json: text_config", text).integer("hidden_size")
+    value = outer.take("text_config")
+    if value is None:
+        return None
+    text = _Settings("config.json: text_config", value)
+    width = text.integer("hidden_size")
+    text.raise_faults()
+    return width
 
 
 def _override(base: Config, found: Mapping[str, Any], settings: "_Settings") -> Config:

@@ -7,6 +7,7 @@ merged token.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Final
 
 import torch
 from torch import nn
@@ -16,9 +17,9 @@ from encoder.config import EncoderConfig
 from encoder.packing import PackPlan, plan_pack
 from encoder.sizing import Grid
 
-FEWEST_ROWS = 4
-"""Products of one or two rows take another kernel, whose sums are ordered otherwise: rows are padded up to this, so
-that an item's bytes do not depend on its company."""
+ROW_MULTIPLE: Final = 4
+"""Products whose rows are not a multiple of four may take another kernel at their edge, whose sums are ordered
+otherwise. Patches always are one; tokens are padded up to one, so that an item's bytes do not depend on its company."""
 
 
 class MoonViT(nn.Module):
@@ -160,9 +161,10 @@ class Projector(nn.Module):
 
     def forward(self, x_NmD: torch.Tensor, plan: PackPlan, outs: Sequence[torch.Tensor]) -> None:
         x_NC = self.pre_norm(x_NmD).flatten(1)
-        padding = max(0, FEWEST_ROWS - x_NC.shape[0])
+        if padding := -x_NC.shape[0] % ROW_MULTIPLE:
+            x_NC = nn.functional.pad(x_NC, (0, 0, 0, padding))
         first, gelu, last = self.proj
-        x_NC = gelu(first(nn.functional.pad(x_NC, (0, 0, 0, padding))))
+        x_NC = gelu(first(x_NC))
         assert isinstance(last, nn.Linear), "the last layer's product is written into the outputs"
         for (start, end), out in zip(pairwise(plan.cu_tokens), outs, strict=True):
             torch.addmm(last.bias, x_NC[start:end], last.weight.t(), out=out)

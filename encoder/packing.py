@@ -6,6 +6,7 @@ Shape suffixes: T patches of all items, c pairs of one head (half its width), K 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Final
 
 import torch
 
@@ -13,7 +14,7 @@ from encoder.config import EncoderConfig
 from encoder.errors import ImageError
 from encoder.sizing import Grid, num_patches, num_tokens
 
-KEYS_CUBIC = -0.75
+KEYS_CUBIC: Final = -0.75
 """Parameter of the cubic kernel with which position tables are resampled."""
 
 

@@ -265,7 +265,9 @@ class Client:
 
     def _shake_hands(self, name: str, namespace: str, deadline: float) -> ClientCore:
         try:
-            self._channel.send(ClientCore.hello(name[:128], namespace, os.pidfd_open(self._pid)), deadline)
+            # A sidecar that refuses may have closed already; what it said first is still there to be read.
+            with contextlib.suppress(ConnectionLost):
+                self._channel.send(ClientCore.hello(name[:128], namespace, os.pidfd_open(self._pid)), deadline)
             return ClientCore.from_welcome(self._channel.receive(deadline), namespace)
         except TimeoutError:
             raise RequestTimeout(f"{self._path} did not answer the handshake in time") from None

@@ -1,4 +1,4 @@
-"""What an item is: the client's half describes it, the decoder's half turns the description back into RGB pixels.
+"""What an item is, as the client describes it. The decoder's half, which turns it into pixels, is server/pixels.py.
 
 An item travels as (kind, header, raw): `kind` is `image` (an encoded file, empty header), `array` (uint8 H×W×3) or
 `pil` (a PIL image); `header` is canonical JSON of everything besides the raw bytes that decides the pixels. The content
@@ -7,18 +7,14 @@ key covers all three.
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import os
 import stat
-import struct
 import sys
-import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from mmcache.errors import ImageTooLarge, UndecodableImage, UnreadableItem, UnsupportedItem, UnsupportedMode
 
@@ -27,14 +23,40 @@ if TYPE_CHECKING:
 
 IMAGE, ARRAY, PIL = "image", "array", "pil"
 
-FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
-"""Formats that are decoded. Those that run other programs or scripts (EPS, WMF) are left out on purpose."""
-
-DAMAGE = (OSError, SyntaxError, ValueError, TypeError, IndexError, EOFError, OverflowError, struct.error, zlib.error)
-"""What Pillow raises on damaged files. Anything else ends the decoder, which costs this item alone."""
-
 ALPHA_MODES = frozenset({"LA", "La", "PA", "RGBA", "RGBa"})
 OPAQUE_MODES = frozenset({"1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV"})
+
+
+Side = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class _Header(BaseModel):
+    """Canonical: the fields in their order, no spaces, unset ones left out."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, ser_json_bytes="base64", val_json_bytes="base64"
+    )
+
+    def canonical(self) -> bytes:
+        """The header's bytes; they are part of the key."""
+        return self.model_dump_json(exclude_none=True).encode()
+
+
+class ArrayHeader(_Header):
+    """Header of an `array`."""
+
+    dtype: Literal["uint8"] = "uint8"
+    shape: tuple[Side, Side, Literal[3]]
+
+
+class PilHeader(_Header):
+    """Header of a `pil`: everything besides the pixels that decides the colours."""
+
+    mode: Annotated[str, Field(max_length=8)]
+    size: tuple[Side, Side]
+    palette_mode: Annotated[str, Field(max_length=8)] | None = None
+    palette: Annotated[bytes, Field(max_length=1024)] | None = None
+    transparency: Annotated[bytes, Field(max_length=256)] | int | tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +111,16 @@ def _described_path(item: str | os.PathLike[str], index: int, max_bytes: int) ->
     try:
         # Not blocking: a named pipe must not hang the open.
         fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, "rb", buffering=0) as file:
+        try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 what = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
                 raise UnreadableItem(f"{what}; give the path of an image file", index=index, source=source)
             _bounded(status.st_size, index, source, max_bytes)
-            raw = file.readall()
+            with open(fd, "rb", buffering=0, closefd=False) as file:
+                raw = file.readall()
+        finally:
+            os.close(fd)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         hint = "; URLs are not fetched, read them first" if "://" in source[:16] else ""
@@ -118,7 +143,7 @@ def _described_array(array: np.ndarray[Any, Any], what: str, index: int, max_byt
         hint = ": this looks like 3×H×W, move the channels last" if chw else ""
         raise UnsupportedItem(f"pixels must have the shape H×W×3{hint}", index=index, source=source)
     _bounded(array.nbytes, index, source, max_bytes)
-    header = b'{"dtype":"uint8","shape":[%d,%d,3]}' % array.shape[:2]
+    header = ArrayHeader(shape=(array.shape[0], array.shape[1], 3)).canonical()
     contiguous = np.ascontiguousarray(array)
     return Media(ARRAY, header, contiguous.data.cast("B"), contiguous.nbytes, source)
 
@@ -139,132 +164,27 @@ def _described_tensor(tensor: Any, index: int, max_bytes: int) -> Media:
 
 def _described_pil(image: Image.Image, index: int, max_bytes: int) -> Media:
     source = f"PIL image {image.width}×{image.height} {image.mode}"
-    _check_mode(image.mode, index, source)
+    check_mode(image.mode, index, source)
     try:
         raw = image.tobytes()
     except (OSError, SyntaxError, ValueError) as error:
         raise UndecodableImage(f"Pillow cannot load it: {error}", index=index, source=source) from error
     _bounded(len(raw), index, source, max_bytes)
-    fields: dict[str, object] = {"mode": image.mode, "size": [image.width, image.height]}
+    mode, palette = None, None
     if image.mode in ("P", "PA") and image.palette is not None:
         mode = image.palette.mode
-        fields["palette"] = [mode, _text(bytes(image.getpalette(mode) or ()))]
-    transparency = image.info.get("transparency")
-    if isinstance(transparency, bytes):
-        fields["transparency"] = _text(transparency)
-    elif transparency is not None:
-        fields["transparency"] = list(transparency) if isinstance(transparency, tuple) else transparency
-    return Media(PIL, _canonical(fields), raw, len(raw), source)
+        palette = bytes(image.getpalette(mode) or ())
+    header = PilHeader(
+        mode=image.mode, size=image.size, palette_mode=mode, palette=palette,
+        transparency=image.info.get("transparency"),
+    )  # fmt: skip
+    return Media(PIL, header.canonical(), raw, len(raw), source)
 
 
-def _canonical(fields: dict[str, object]) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _check_mode(mode: str, index: int | None = None, source: str = "") -> None:
+def check_mode(mode: str, index: int | None = None, source: str = "") -> None:
+    """Refuse a PIL mode that has no defined conversion to RGB."""
     if mode not in ALPHA_MODES and mode not in OPAQUE_MODES:
         known = ", ".join(sorted(ALPHA_MODES | OPAQUE_MODES))
         raise UnsupportedMode(
             f"mode {mode!r} has no conversion to RGB here (known: {known})", index=index, source=source
         )
-
-
-class OpenedMedia:
-    """The decoder's half: an item whose size is known and whose pixels are not decoded yet.
-
-    Raises (constructor):
-        UndecodableImage, UnsupportedMode, ImageTooLarge, UnsupportedItem: without an index; the client adds it.
-    """
-
-    def __init__(self, kind: str, header: bytes, raw: memoryview, max_pixels: int) -> None:
-        self._array: np.ndarray[Any, Any] | None = None
-        self._image: Image.Image | None = None
-        if kind == ARRAY:
-            self._array = _opened_array(header, raw)
-            self.height, self.width = self._array.shape[:2]
-        elif kind in (IMAGE, PIL):
-            self._image = _opened_image(raw) if kind == IMAGE else _rebuilt_pil(header, raw)
-            self.width, self.height = self._image.size
-        else:
-            raise UnsupportedItem(f"unknown kind of item {kind!r}")
-        if self.width * self.height > max_pixels:
-            size = f"{self.width}×{self.height}"
-            raise ImageTooLarge(f"{size} is {self.width * self.height} pixels, the limit is {max_pixels} (max_pixels)")
-        if self._image is not None:
-            _check_mode(self._image.mode)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the RGB pixels."""
-        return int(self.width * self.height * 3)
-
-    def fill(self, pixels: np.ndarray[Any, Any]) -> None:
-        """Decode into `pixels`, uint8 `[height, width, 3]`.
-
-        Raises:
-            UndecodableImage: truncated or damaged.
-        """
-        if self._array is not None:
-            np.copyto(pixels, self._array)
-        elif self._image is not None:
-            try:
-                rgb = to_rgb(self._image)
-            except Exception as error:
-                raise UndecodableImage(f"truncated or damaged: {error}") from error
-            np.copyto(pixels, np.asarray(rgb))
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to RGB; transparency is composited on white."""
-    from PIL import Image
-
-    if image.mode in ALPHA_MODES or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, rgba).convert("RGB")
-    return image.convert("RGB")
-
-
-def _opened_array(header: bytes, raw: memoryview) -> np.ndarray[Any, Any]:
-    shape = json.loads(header)["shape"]
-    if len(shape) != 3 or shape[2] != 3 or shape[0] * shape[1] * 3 != raw.nbytes:
-        raise UnsupportedItem(f"array header {shape} does not match {raw.nbytes} bytes")
-    return np.frombuffer(raw, np.uint8).reshape(shape)
-
-
-def _opened_image(raw: memoryview) -> Image.Image:
-    from PIL import Image
-
-    # The limit of pixels is the caller's, checked from the header; Pillow's own would warn or raise at another number.
-    Image.MAX_IMAGE_PIXELS = None
-    Image.init()
-    try:
-        return Image.open(io.BytesIO(raw), formats=FORMATS)
-    except Exception as error:
-        known = ", ".join(FORMATS)
-        raise UndecodableImage(f"not a picture, or its header is broken (known formats: {known})") from error
-
-
-def _rebuilt_pil(header: bytes, raw: memoryview) -> Image.Image:
-    from PIL import Image
-
-    fields = json.loads(header)
-    try:
-        image = Image.frombytes(fields["mode"], tuple(fields["size"]), bytes(raw))
-        if "palette" in fields:
-            mode, palette = fields["palette"]
-            image.putpalette(base64.b64decode(palette), mode)
-        transparency = fields.get("transparency")
-        if isinstance(transparency, str):
-            transparency = base64.b64decode(transparency)
-        elif isinstance(transparency, list):
-            transparency = tuple(transparency)
-        if transparency is not None:
-            image.info["transparency"] = transparency
-    except (ValueError, KeyError, TypeError) as error:
-        raise UndecodableImage(f"PIL header does not match its bytes: {error}") from error
-    return image

@@ -149,7 +149,6 @@ class Results(Message):
     failed: Positions = []
     errors: Annotated[list[str], Field(max_length=MAX_ITEMS)] = []
     reasons: Annotated[list[str], Field(max_length=MAX_ITEMS)] = []
-    done: bool = False
 
 
 class Supply(Message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -54,10 +55,7 @@ def encode(files: Sequence[str], out: Path | None, socket: Path | None, timeout:
 
 
 def _item(file: str) -> bytes | str:
-    if file != "-":
-        return file
-    data: bytes = click.get_binary_stream("stdin").read()
-    return data
+    return sys.stdin.buffer.read() if file == "-" else file
 
 
 def _out_names(files: Sequence[str]) -> list[tuple[str, bool]]:

@@ -208,6 +208,7 @@ class Connection:
 
     def _on_close(self, reason: str) -> None:
         self._handshake_timer.cancel()
+        self._coordinator.closed()
         for request in list(self._requests.values()):
             request.cancel([])
         if self.holder is None:

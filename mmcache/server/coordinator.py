@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Coroutine, Sequence
@@ -59,6 +60,7 @@ class Coordinator:
         self._ranks_by_pool: dict[int, Rank] = {}
         self._flights: dict[bytes, Flight] = {}
         self._room_turn = asyncio.Lock()
+        self._a_close = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -89,6 +91,10 @@ class Coordinator:
             model=self.facts.model, dtype=self.facts.dtype, dim=self.facts.dim,
             control_words=self.settings.control_words, max_item_bytes=self.settings.max_item_bytes,
         )  # fmt: skip
+
+    def closed(self) -> None:
+        """A connection's socket was closed."""
+        self._a_close.set()
 
     def forget(self, connection: Connection) -> None:
         """A connection has nothing left."""
@@ -378,8 +384,11 @@ class Coordinator:
         deadline = self._loop.time() + timeout_s
         for connection in list(self.connections):
             connection.close_when_idle()
-        while any(connection.is_open for connection in self.connections) and self._loop.time() < deadline:
-            await asyncio.sleep(0.01)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                while any(connection.is_open for connection in self.connections):
+                    self._a_close.clear()
+                    await self._a_close.wait()
         for connection in list(self.connections):
             connection.close()
         await self.store.drain(max(0.0, deadline - self._loop.time()))

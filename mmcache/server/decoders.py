@@ -68,7 +68,10 @@ class Pixels:
 
 
 class _DecoderLostError(Exception):
-    """The decoder died, but not on this job."""
+    """The decoder died with this job in its hands; `was_at_work` if this is what it was working on."""
+
+    def __init__(self, was_at_work: bool) -> None:
+        self.was_at_work = was_at_work
 
 
 class Decoders:
@@ -99,13 +102,14 @@ class Decoders:
         Raises:
             ItemError: as the decoder says; `ContentMismatch` when the bytes are not those of the key.
         """
+        num_deaths = 0
         async with self._slots:
-            for _ in range(3):
+            while num_deaths < 2:  # the first may have been somebody else's doing
                 try:
                     return await self._decode_once(item, key)
-                except _DecoderLostError:
-                    continue
-        raise UndecodableImage("the decoder died three times beside it")
+                except _DecoderLostError as lost:
+                    num_deaths += lost.was_at_work
+        raise UndecodableImage("two decoders died or hung on it")
 
     async def check(self) -> None:
         """Decode one pixel: returns once the process is up and well."""
@@ -141,7 +145,7 @@ class Decoders:
             raise
         try:
             if child is not self._child:
-                raise _DecoderLostError
+                raise _DecoderLostError(was_at_work=False)
             child.send(pack_frame(Kind.FILL, Fill(job_id=job_id, offset=part.offset)))
             await self._answer(job_id)
         except (ItemError, _DecoderLostError):
@@ -180,7 +184,7 @@ class Decoders:
         self._watchdog = self._loop.call_later(self._timeout_s, self._child.kill) if self._unanswered else None
 
     def _on_exit(self, reason: str) -> None:
-        guilty = self._unanswered[0] if self._unanswered else None
+        at_work = self._unanswered[0] if self._unanswered else None
         lost, self._answers = self._answers, {}
         self._unanswered.clear()
         self._watch()
@@ -189,6 +193,5 @@ class Decoders:
             self.num_restarts += 1
             self._child = self._spawn()
         for job_id, future in lost.items():
-            blame = UndecodableImage("the decoder died or hung on it") if job_id == guilty else _DecoderLostError()
             if not future.done():
-                future.set_exception(blame)
+                future.set_exception(_DecoderLostError(job_id == at_work))

@@ -118,13 +118,14 @@ class Request:
     def flush(self) -> None:
         """Send what is settled or asked for since the last time."""
         self._flush_due = False
-        results = Results(
-            request_id=self.request_id, need=self._need, failed=self._failed, errors=self._errors,
-            reasons=self._reasons, done=not self.open,
-        )  # fmt: skip
-        self.connection.send(pack_frame(Kind.RESULTS, results, bytes(self._granted)))
-        self._granted.clear()
-        self._need, self._failed, self._errors, self._reasons = [], [], [], []
+        if self._granted or self._failed or self._need:
+            results = Results(
+                request_id=self.request_id, need=self._need, failed=self._failed, errors=self._errors,
+                reasons=self._reasons,
+            )  # fmt: skip
+            self.connection.send(pack_frame(Kind.RESULTS, results, bytes(self._granted)))
+            self._granted.clear()
+            self._need, self._failed, self._errors, self._reasons = [], [], [], []
         if not self.open:
             self._finish()
 

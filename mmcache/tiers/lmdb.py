@@ -1,13 +1,11 @@
-"""The file store: one LMDB file, one writer thread, few reader threads; docs/stored-format.md describes the file."""
+"""The file store: one LMDB file, one writer thread, few reader threads."""
 
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,30 +14,17 @@ import lmdb
 from mmcache.errors import ConfigError
 from mmcache.keys import checksum
 from mmcache.tiers.base import Entry, Tier, TierError
-from mmcache.tiers.codec import DamagedEntryError, Header, pack_header, unpack_header
+from mmcache.tiers.codec import DamagedEntryError, Header, unpack_header
+from mmcache.tiers.lmdb_layout import NAMES, Layout, Outcome, claim
 from mmcache.tiers.threads import Gate, Landing, settled
 
 T = TypeVar("T")
 
-LAYOUT = (b"mmcache", b"1")
 BUDGET_SHARE = 0.7
 """Of the map, for entries; the rest lets a full store keep finding runs of free pages."""
 CHUNK_BYTES = (512 << 10) - 16
-MAX_EVICTIONS_A_TRANSACTION = 64
+EVICTION_ROOM_BYTES = 16 << 20
 MAX_ATTEMPTS = 8
-
-_INDEX = struct.Struct(">I")
-_AGE = struct.Struct(">Q")
-_PAGE_HEADER_BYTES = 16
-
-
-class Outcome(Enum):
-    """How a read ended."""
-
-    READ = auto()
-    GONE = auto()
-    DAMAGED = auto()
-    ABANDONED = auto()
 
 
 class LmdbFile:
@@ -60,21 +45,22 @@ class LmdbFile:
         self._gate = Gate()
         try:
             self._env = lmdb.Environment(
-                str(path), map_size=map_bytes, subdir=False, max_dbs=3, mode=0o600, metasync=False, max_spare_txns=4
-            )
+                str(path), map_size=_map_bytes(path, map_bytes), subdir=False, max_dbs=len(NAMES), mode=0o600,
+                metasync=False, max_spare_txns=4,
+            )  # fmt: skip
             self._env.reader_check()
             with self._env.begin(write=True) as txn:
-                _claim_layout(txn, path)
-                self._headers, self._chunks, self._order = (
-                    self._env.open_db(name, txn=txn) for name in (b"headers", b"chunks", b"order")
-                )
+                if (held := claim(txn)) is not None:
+                    raise ConfigError(f"store = {path}: must be a store of this release, it holds {_named(held)}")
+                headers, chunks, order = (self._env.open_db(name, txn=txn) for name in NAMES)
+            self._layout = Layout(headers, chunks, order, self._env.stat()["psize"])
         except (lmdb.Error, OSError) as error:
             raise ConfigError(f"store = {path}: must be a file that LMDB can open and write: {error}") from error
 
     def find(self, keys: Sequence[bytes]) -> tuple[list[Entry | None], list[bytes]]:
         """Entries in the order of the keys, and the keys whose records are damaged (None among the entries)."""
         with self._begin() as txn:
-            records = [txn.get(key, db=self._headers) for key in keys]
+            records = self._layout.records(txn, keys)
         found: list[Entry | None] = []
         damaged = []
         for key, record in zip(keys, records, strict=True):
@@ -88,30 +74,11 @@ class LmdbFile:
     def read(self, entry: Entry, landing: Landing) -> Outcome:
         """Copy and verify a payload. The transaction ends with the copy; the checksum is taken where it landed."""
         with self._begin(buffers=True) as txn:
-            outcome = self._copy(txn, entry, landing)
+            outcome = self._layout.copy(txn, entry, landing)
         if outcome is Outcome.READ and checksum(landing.into[: entry.nbytes]) != entry.checksum:
             outcome = Outcome.DAMAGED
         # Asked last: memory that its owner took back meanwhile proves nothing about the entry.
         return Outcome.ABANDONED if landing.is_closed else outcome
-
-    def _copy(self, txn: Any, entry: Entry, landing: Landing) -> Outcome:
-        record = txn.get(entry.key, db=self._headers)
-        if record is None:
-            return Outcome.GONE
-        try:
-            header = unpack_header(entry.key, record)
-        except DamagedEntryError:
-            return Outcome.DAMAGED
-        if header.entry != entry:
-            return Outcome.GONE
-        for index in range(header.num_chunks):
-            start, stop = header.chunk(index)
-            chunk = txn.get(entry.key + _INDEX.pack(index), db=self._chunks)  # touches the pages without the GIL
-            if chunk is None or len(chunk) != stop - start:
-                return Outcome.DAMAGED
-            if not landing.write(start, chunk):
-                return Outcome.ABANDONED
-        return Outcome.READ
 
     def put(self, entry: Entry, payload: memoryview) -> int:
         """Write an entry in one transaction, unless it is there. Returns how many were evicted for it.
@@ -120,14 +87,13 @@ class LmdbFile:
             TierError: it can never fit, or no room could be made.
         """
         header = Header(entry, self._chunk_bytes)
-        if (need := self._cost_bytes(header)) > self._budget_bytes:
+        if (need := self._layout.cost_bytes(header)) > self._budget_bytes:
             raise TierError(f"an entry of {entry.nbytes} bytes is beyond the store's budget of {self._budget_bytes}")
         num_evicted = self._make_room(need)
         for _ in range(MAX_ATTEMPTS):
             try:
                 with self._begin(write=True) as txn:
-                    if not self._holds(txn, entry):
-                        self._write(txn, header, payload)
+                    self._layout.write(txn, header, payload)
                 return num_evicted
             except lmdb.MapFullError:  # free pages too scattered, or still seen by a reader
                 self._env.reader_check()
@@ -138,74 +104,26 @@ class LmdbFile:
         """Remove what is there of these entries, whole or damaged."""
         with self._begin(write=True) as txn:
             for key in keys:
-                self._delete(txn, key)
+                self._layout.delete(txn, key)
 
     def usage(self) -> tuple[int, int]:
         """Entries, and bytes of the pages that they take."""
         with self._begin() as txn:
-            stats = [txn.stat(database) for database in (self._headers, self._chunks, self._order)]
-        pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
-        return stats[0]["entries"], pages * stats[0]["psize"]
+            return self._layout.usage(txn)
 
     def close(self) -> None:
         """Close the file. No other call may be running, or come later."""
         self._env.close()
 
-    def _cost_bytes(self, header: Header) -> int:
-        page = self._env.stat()["psize"]
-        sizes = (stop - start for start, stop in map(header.chunk, range(header.num_chunks)))
-        return page * sum(2 + (size + _PAGE_HEADER_BYTES) // page for size in sizes)
-
     def _make_room(self, need: int) -> int:
         num_evicted = 0
-        while (excess := self.usage()[1] + need - self._budget_bytes) > 0:
-            if not (evicted := self._evict(excess)):
-                break
+        while (excess := self.usage()[1] + need - self._budget_bytes) > 0 and (evicted := self._evict(excess)):
             num_evicted += evicted
         return num_evicted
 
     def _evict(self, excess: int) -> int:
-        """Remove the oldest entries, in a transaction of their own, until `excess` bytes are free. Returns how many."""
-        num_evicted = freed = 0
-        with self._begin(write=True) as txn, txn.cursor(db=self._order) as cursor:
-            while freed < excess and num_evicted < MAX_EVICTIONS_A_TRANSACTION and cursor.first():
-                place = cursor.key()
-                cursor.delete()
-                # A place that no header points back to is a leftover of a damaged one.
-                if (header := self._header(txn, key := place[_AGE.size :])) and _place(header.entry) == place:
-                    freed += self._cost_bytes(header)
-                    self._delete(txn, key)
-                num_evicted += 1
-        return num_evicted
-
-    def _header(self, txn: lmdb.Transaction, key: bytes) -> Header | None:
-        record = txn.get(key, db=self._headers)
-        try:
-            return None if record is None else unpack_header(key, record)
-        except DamagedEntryError:
-            return None
-
-    def _holds(self, txn: lmdb.Transaction, entry: Entry) -> bool:
-        header = self._header(txn, entry.key)
-        return header is not None and (header.entry.shape, header.entry.checksum) == (entry.shape, entry.checksum)
-
-    def _write(self, txn: lmdb.Transaction, header: Header, payload: memoryview) -> None:
-        entry = header.entry
-        self._delete(txn, entry.key)
-        for index in range(header.num_chunks):
-            start, stop = header.chunk(index)
-            txn.put(entry.key + _INDEX.pack(index), payload[start:stop], db=self._chunks)
-        txn.put(_place(entry), b"", db=self._order)
-        txn.put(entry.key, pack_header(entry, header.chunk_bytes), db=self._headers)
-
-    def _delete(self, txn: lmdb.Transaction, key: bytes) -> None:
-        if (header := self._header(txn, key)) is not None:
-            txn.delete(_place(header.entry), db=self._order)
-        txn.delete(key, db=self._headers)
-        with txn.cursor(db=self._chunks) as cursor:
-            found = cursor.set_range(key)
-            while found and bytes(cursor.key()[: len(key)]) == key:
-                cursor.delete()  # moves on to the next, or to an empty key behind the last
+        with self._begin(write=True) as txn:
+            return self._layout.evict(txn, excess)
 
     @contextmanager
     def _begin(self, *, write: bool = False, buffers: bool = False) -> Iterator[Any]:
@@ -235,12 +153,12 @@ class LmdbTier(Tier):
         self._file = LmdbFile(path, map_bytes, chunk_bytes)
         self._writer = ThreadPoolExecutor(1, "mmcache-lmdb-write")
         self._readers = ThreadPoolExecutor(num_readers, "mmcache-lmdb-read")
-        self._removals: set[asyncio.Task[None]] = set()
+        self._removals: set[asyncio.Future[tuple[None, tuple[int, int]]]] = set()
         self._is_closed = False
         self._gauge(self._file.usage())
 
     async def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        found, damaged = await self._in(self._readers, self._file.find, keys)
+        found, damaged = await self._read(self._file.find, keys)
         if damaged:
             self._discard(damaged)
         return found
@@ -248,7 +166,7 @@ class LmdbTier(Tier):
     async def read(self, entry: Entry, into: memoryview) -> bool:
         landing = Landing(into.cast("B"))
         try:
-            outcome = await self._in(self._readers, self._file.read, entry, landing)
+            outcome = await self._read(self._file.read, entry, landing)
         finally:
             landing.close()
         if outcome is Outcome.DAMAGED:
@@ -272,50 +190,56 @@ class LmdbTier(Tier):
         self._file.close()
 
     def _discard(self, keys: Sequence[bytes]) -> None:
-        """Count damaged entries and remove them behind the caller's back."""
+        """Count damaged entries and have them removed, before anything that is put from now on."""
         self.counters["damaged"] += len(keys)
-        task = asyncio.ensure_future(self._remove_damaged(keys))
-        self._removals.add(task)
-        task.add_done_callback(self._removals.discard)
+        removal = self._submit(self._writer, self._measured, self._file.remove, keys)
+        self._removals.add(removal)
+        removal.add_done_callback(self._discarded)
 
-    async def _remove_damaged(self, keys: Sequence[bytes]) -> None:
+    def _discarded(self, removal: asyncio.Future[tuple[None, tuple[int, int]]]) -> None:
+        self._removals.discard(removal)
         try:
-            await self.remove(keys)
-        except TierError:
+            self._gauge(removal.result()[1])
+        except (lmdb.Error, OSError):
             self.counters["remove_failed"] += 1
 
     async def _write(self, work: Callable[..., T], *arguments: object) -> T:
-        def measured() -> tuple[T, tuple[int, int]]:
-            return work(*arguments), self._file.usage()
-
-        result, usage = await self._in(self._writer, measured, whole=True)
+        done: asyncio.Future[tuple[T, tuple[int, int]]]
+        done = self._submit(self._writer, self._measured, work, *arguments)
+        with _failures():
+            result, usage = await settled(done)
         self._gauge(usage)
         return result
+
+    async def _read(self, work: Callable[..., T], *arguments: object) -> T:
+        with _failures():
+            return await self._submit(self._readers, work, *arguments)
+
+    def _submit(self, executor: ThreadPoolExecutor, work: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+        if self._is_closed:
+            raise TierError("the file store is closed")
+        return asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
+
+    def _measured(self, work: Callable[..., T], *arguments: object) -> tuple[T, tuple[int, int]]:
+        return work(*arguments), self._file.usage()
 
     def _gauge(self, usage: tuple[int, int]) -> None:
         self.counters["entries"], self.counters["bytes_used"] = usage
 
-    async def _in(
-        self, executor: ThreadPoolExecutor, work: Callable[..., T], *arguments: object, whole: bool = False
-    ) -> T:
-        if self._is_closed:
-            raise TierError("the file store is closed")
-        future = asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
-        try:
-            return await (settled(future) if whole else future)
-        except (lmdb.Error, OSError) as error:
-            raise TierError(f"the file store failed: {error}") from error
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except (lmdb.Error, OSError) as error:
+        raise TierError(f"the file store failed: {error}") from error
 
 
-def _place(entry: Entry) -> bytes:
-    return _AGE.pack(int(entry.created_s * 1e6)) + entry.key
+def _map_bytes(path: Path, wanted: int) -> int:
+    """A file that once was allowed more keeps its size, and needs room to evict down to the new budget."""
+    size = path.stat().st_size if path.exists() else 0
+    return wanted if size <= wanted else size + EVICTION_ROOM_BYTES
 
 
-def _claim_layout(txn: lmdb.Transaction, path: Path) -> None:
-    name, version = LAYOUT
-    found = txn.get(name)
-    if found is None and txn.stat()["entries"] == 0:
-        txn.put(name, version)
-    elif found != version:
-        layout = "something else" if found is None else f"layout version {found[:20]!r}"
-        raise ConfigError(f"store = {path}: must be a store of this release's layout, it holds {layout}")
+def _named(held: bytes) -> str:
+    return f"layout version {held[:20]!r}" if held else "something else"

@@ -21,7 +21,7 @@ TEXT_CONFIG = {
     "num_experts_per_tok": 1,
     "n_group": 1,
     "topk_group": 1,
-    "vocab_size": 64,
+    "vocab_size": 512,
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
     "qk_rope_head_dim": 4,

@@ -54,7 +54,7 @@ def random_size_pairs() -> list[tuple[int, int, int, int]]:
     same_width = [(w, h, w, new) for w, h, new, _ in pairs[:8]]
     same_height = [(w, h, new, h) for w, h, new, _ in pairs[8:16]]
     one_pixel = [(1, 90, 1, 40), (90, 1, 40, 1), (1, 1, 1, 1), (50, 60, 1, 1), (1, 1, 5, 7)]
-    return pairs + same_width + same_height + one_pixel  # type: ignore[return-value]
+    return pairs + same_width + same_height + one_pixel
 
 
 @pytest.mark.parametrize("pair", random_size_pairs(), ids=str)

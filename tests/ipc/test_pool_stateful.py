@@ -7,12 +7,14 @@ read them, in this pool or in one that was retired, the tag must be there: an ex
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ipc.control import ControlMemory
 from ipc.errors import BadTransition, ControlExhausted, ExtentTooLarge
@@ -22,6 +24,7 @@ from ipc.pool import Extent, ExtentState, Pool
 
 CAPACITY = 16 * 1024
 NUM_WORDS = 5
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -35,32 +38,52 @@ class Memory:
 
 @dataclass(eq=False)
 class Client:
-    """A holder, the client's end of its control memory, and what the model knows of it."""
+    """A holder, the client's end of its control memory, and what the model knows of both."""
 
     holder: Holder
     words: ControlMemory
-    written: dict[int, int] = field(default_factory=dict)  # words not yet looked at
     held: list[Share] = field(default_factory=list)
+    granted: list[Share] = field(default_factory=list)  # ever
+    written: list[int] = field(default_factory=lambda: [0] * NUM_WORDS)
+    seen: list[int] = field(default_factory=lambda: [0] * NUM_WORDS)
     num_strays: int = 0
+
+    def write(self, slot: int, generation: int) -> None:
+        self.words.acknowledge(slot, generation)
+        self.written[slot] = generation
+
+    def changed(self) -> list[int]:
+        """The slots at which a sweep looks."""
+        top = max((share.slot for share in self.granted), default=0)
+        return [slot for slot in range(1, top + 1) if self.written[slot] != self.seen[slot]]
+
+    def share_in(self, slot: int) -> Share | None:
+        return next((share for share in self.held if share.slot == slot), None)
+
+
+PICKS = st.integers(0, 7)
+
+
+def pick(things: Sequence[T], index: int) -> T:
+    """One of the latest of `things`."""
+    return things[-1 - index % len(things)]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    writing = Bundle("writing")
-    cached = Bundle("cached")
-    pinned = Bundle("pinned")
-    clients = Bundle("clients")
-    shares = Bundle("shares")
-
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.num_tags = 0
         self.memories: list[Memory] = []
         self.tags: dict[Extent, int] = {}
-        self.live: set[Extent] = set()  # whose bytes may be read or written by somebody
+        self.live: dict[Extent, None] = {}  # whose bytes may be read or written by somebody
         self.evicted: list[Extent] = []
-        self.everyone: list[Client] = []
+        self.retired_writing: list[Extent] = []
+        self.pinned: list[Extent] = []
+        self.clients: list[Client] = []
+        self.dead: list[Client] = []
         self.new_memory()
+        self.connect()
 
     def new_memory(self) -> None:
         region = SharedRegion.create("stateful", CAPACITY)
@@ -77,6 +100,13 @@ class PoolMachine(RuleBasedStateMachine):
     def pool(self) -> Pool:
         return self.memories[-1].pool
 
+    def in_state(self, state: ExtentState) -> list[Extent]:
+        return [extent for extent in self.live if extent.state is state]
+
+    def readers(self, extent: Extent) -> int:
+        leased = sum(share.extent is extent for client in self.clients for share in client.held)
+        return leased + self.pinned.count(extent)
+
     def fits(self, nbytes: int) -> bool:
         """Whether some contiguous run of bytes has no extent that must stay."""
         stay = [extent for extent in self.live if extent.pool is self.pool]
@@ -87,38 +117,31 @@ class PoolMachine(RuleBasedStateMachine):
             position = extent.offset + -(-extent.nbytes // 256) * 256
         return nbytes <= max(largest, CAPACITY - position)
 
-    def readers(self, extent: Extent) -> int:
-        leased = sum(share.extent is extent for client in self.everyone for share in client.held)
-        return leased + extent.num_pins
-
-    def forget_unread(self) -> None:
-        """The model's view of what became of extents after an operation."""
-        for extent in list(self.live):
-            if extent.state is ExtentState.GONE:
-                assert self.readers(extent) == 0, f"{extent!r} went while somebody may read it"
-                self.live.discard(extent)
+    def settle(self) -> None:
+        """Drop from the model what the pool gave up, which must have had no reader."""
+        for extent in [extent for extent in self.live if extent.state is ExtentState.GONE]:
+            assert self.readers(extent) == 0, f"{extent!r} went while somebody may read it"
+            del self.live[extent]
 
     def ended(self, client: Client, shares: list[Share], state: ShareState) -> None:
         for share in shares:
             assert share.state is state
             client.held.remove(share)
-        self.forget_unread()
+        self.settle()
 
-    @rule(target=writing, nbytes=st.integers(1, 6000))
-    def reserve(self, nbytes: int) -> object:
+    @rule(nbytes=st.integers(1, 6000))
+    def reserve(self, nbytes: int) -> None:
         before = len(self.evicted)
         fits = self.fits(nbytes)
         extent = self.pool.reserve(nbytes)
         assert (extent is not None) == fits
         assert fits or len(self.evicted) == before
-        self.forget_unread()
-        if extent is None:
-            return multiple()
-        self.num_tags = self.num_tags % 250 + 1
-        self.tags[extent] = self.num_tags
-        self.live.add(extent)
-        self.memories[-1].region.array(extent.offset, nbytes)[:] = self.num_tags
-        return extent
+        self.settle()
+        if extent is not None:
+            self.num_tags = self.num_tags % 250 + 1
+            self.tags[extent] = self.num_tags
+            self.live[extent] = None
+            self.memories[-1].region.array(extent.offset, nbytes)[:] = self.num_tags
 
     @rule(nbytes=st.integers(CAPACITY + 1, 2 * CAPACITY))
     def reserve_too_large(self, nbytes: int) -> None:
@@ -127,118 +150,165 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.reserve(nbytes)
         assert len(self.evicted) == before
 
-    @rule(target=cached, extent=consumes(writing), seconds=st.floats(0.001, 10.0))
-    def publish(self, extent: Extent, seconds: float) -> object:
-        if extent.state is ExtentState.GONE:
-            with pytest.raises(BadTransition):
-                extent.pool.publish(extent, b"key", seconds, None)
-            return multiple()
+    @precondition(lambda self: self.in_state(ExtentState.WRITING))
+    @rule(index=PICKS, seconds=st.floats(0.001, 10.0))
+    def publish(self, index: int, seconds: float) -> None:
+        extent = pick(self.in_state(ExtentState.WRITING), index)
         extent.pool.publish(extent, b"key", seconds, None)
-        return extent
+        assert extent.state is ExtentState.CACHED
 
-    @rule(extent=consumes(writing))
-    def abandon(self, extent: Extent) -> None:
+    @precondition(lambda self: self.in_state(ExtentState.WRITING))
+    @rule(index=PICKS)
+    def abandon(self, index: int) -> None:
+        extent = pick(self.in_state(ExtentState.WRITING), index)
         extent.pool.abandon(extent)
         assert extent.state is ExtentState.GONE
-        self.forget_unread()
+        self.settle()
 
-    @rule(extent=consumes(cached))
-    def discard(self, extent: Extent) -> None:
-        if extent.state is ExtentState.CACHED:
-            extent.pool.discard(extent)
-            assert extent.state is (ExtentState.DEAD if self.readers(extent) else ExtentState.GONE)
-        self.forget_unread()
+    @precondition(lambda self: self.retired_writing)
+    @rule()
+    def finish_after_retirement(self) -> None:
+        extent = self.retired_writing.pop()
+        with pytest.raises(BadTransition):
+            extent.pool.publish(extent, b"key", 1.0, None)
+        extent.pool.abandon(extent)
 
-    @rule(target=pinned, extent=cached)
-    def pin(self, extent: Extent) -> object:
-        if extent.state is not ExtentState.CACHED:
-            with pytest.raises(BadTransition):
-                extent.pool.pin(extent)
-            return multiple()
+    @precondition(lambda self: self.in_state(ExtentState.CACHED))
+    @rule(index=PICKS)
+    def discard(self, index: int) -> None:
+        extent = pick(self.in_state(ExtentState.CACHED), index)
+        extent.pool.discard(extent)
+        assert extent.state is (ExtentState.DEAD if self.readers(extent) else ExtentState.GONE)
+        self.settle()
+
+    @precondition(lambda self: self.in_state(ExtentState.CACHED))
+    @rule(index=PICKS)
+    def pin(self, index: int) -> None:
+        extent = pick(self.in_state(ExtentState.CACHED), index)
         extent.pool.pin(extent)
-        return extent
+        self.pinned.append(extent)
 
-    @rule(extent=consumes(pinned))
-    def unpin(self, extent: Extent) -> None:
+    @precondition(lambda self: self.pinned)
+    @rule(index=PICKS)
+    def unpin(self, index: int) -> None:
+        extent = self.pinned.pop(index % len(self.pinned))
         extent.pool.unpin(extent)
-        self.forget_unread()
+        self.settle()
 
-    @rule(extent=cached)
-    def touch(self, extent: Extent) -> None:
+    @precondition(lambda self: self.in_state(ExtentState.CACHED))
+    @rule(index=PICKS)
+    def touch(self, index: int) -> None:
+        extent = pick(self.in_state(ExtentState.CACHED), index)
         extent.pool.touch(extent)
 
-    @rule(target=clients)
-    def connect(self) -> Client:
+    @rule()
+    def connect(self) -> None:
         control = ControlMemory.create(NUM_WORDS)
-        client = Client(
-            Holder(control, "client", len(self.everyone), clock=self.tick), ControlMemory.attach(control.fd)
-        )
-        self.everyone.append(client)
-        return client
+        holder = Holder(control, "client", len(self.clients), clock=self.tick)
+        self.clients.append(Client(holder, ControlMemory.attach(control.fd)))
 
-    @rule(target=shares, client=clients, extent=cached)
-    def grant(self, client: Client, extent: Extent) -> object:
-        connected = client.holder.state is HolderState.CONNECTED
-        if not connected or extent.state is not ExtentState.CACHED:
-            with pytest.raises((BadTransition, ControlExhausted)):
+    @precondition(lambda self: self.clients and self.in_state(ExtentState.CACHED))
+    @rule(client_index=PICKS, index=PICKS)
+    def grant(self, client_index: int, index: int) -> None:
+        client = pick(self.clients, client_index)
+        extent = pick(self.in_state(ExtentState.CACHED), index)
+        if client.holder.state is not HolderState.CONNECTED:
+            with pytest.raises(BadTransition):
                 extent.pool.grant(extent, client.holder)
-            return multiple()
+            return
         if len(client.held) == NUM_WORDS - 1:
             with pytest.raises(ControlExhausted):
                 extent.pool.grant(extent, client.holder)
-            return multiple()
-        share = extent.pool.grant(extent, client.holder)
-        client.written.pop(share.slot, None)
+            return
+        assert client.share_in((share := extent.pool.grant(extent, client.holder)).slot) is None
+        assert (share.slot, share.generation) not in [(old.slot, old.generation) for old in client.granted]
+        client.written[share.slot] = client.seen[share.slot] = 0
         client.held.append(share)
-        return client, share
+        client.granted.append(share)
 
-    @rule(which=shares)
-    def acknowledge_by_word(self, which: tuple[Client, Share]) -> None:
+    @precondition(lambda self: self.clients and self.in_state(ExtentState.DEAD))
+    @rule(index=PICKS)
+    def grant_on_a_dead_extent(self, index: int) -> None:
+        extent = pick(self.in_state(ExtentState.DEAD), index)
+        with pytest.raises((BadTransition, ControlExhausted)):
+            extent.pool.grant(extent, self.clients[-1].holder)
+
+    @precondition(lambda self: any(client.granted for client in self.clients))
+    @rule(client_index=PICKS, index=PICKS)
+    def acknowledge_by_word(self, client_index: int, index: int) -> None:
         """Also late and doubled: the share may have ended and its slot may belong to another."""
-        client, share = which
-        client.words.acknowledge(share.slot, share.generation)
-        client.written[share.slot] = share.generation
+        client = pick([client for client in self.clients if client.granted], client_index)
+        share = pick(client.granted, index)
+        client.write(share.slot, share.generation)
 
-    @rule(client=clients, slot=st.integers(1, NUM_WORDS - 1), generation=st.integers(0, 9))
-    def write_any_word(self, client: Client, slot: int, generation: int) -> None:
-        client.words.acknowledge(slot, generation)
-        client.written[slot] = generation
+    @precondition(lambda self: any(client.held for client in self.clients))
+    @rule(client_index=PICKS, index=PICKS)
+    def acknowledge_held_by_word(self, client_index: int, index: int) -> None:
+        client = pick([client for client in self.clients if client.held], client_index)
+        share = pick(client.held, index)
+        client.write(share.slot, share.generation)
 
-    @rule(client=clients)
-    def sweep(self, client: Client) -> None:
-        expected = [share for share in client.held if client.written.get(share.slot) == share.generation]
-        ended = client.holder.sweep()
-        assert sorted(share.slot for share in ended) == sorted(share.slot for share in expected)
-        self.ended(client, ended, ShareState.ACKNOWLEDGED)
+    @precondition(lambda self: self.clients)
+    @rule(client_index=PICKS, slot=st.integers(1, NUM_WORDS - 1), ahead=st.integers(0, 2))
+    def write_a_word_ahead_of_its_grant(self, client_index: int, slot: int, ahead: int) -> None:
+        client = pick(self.clients, client_index)
+        last = max((share.generation for share in client.granted if share.slot == slot), default=0)
+        client.write(slot, last + ahead)
 
-    @rule(which=shares)
-    def acknowledge_by_message(self, which: tuple[Client, Share]) -> None:
-        client, share = which
+    @precondition(lambda self: self.clients)
+    @rule(client_index=PICKS)
+    def sweep(self, client_index: int) -> None:
+        client = pick(self.clients, client_index)
+        expected = []
+        for slot in client.changed():
+            share = client.share_in(slot)
+            if share is not None and share.generation == client.written[slot]:
+                expected.append(share)
+            else:
+                client.num_strays += 1
+            client.seen[slot] = client.written[slot]
+        assert client.holder.sweep() == expected
+        self.ended(client, expected, ShareState.ACKNOWLEDGED)
+
+    @precondition(lambda self: any(client.granted for client in self.clients))
+    @rule(client_index=PICKS, index=PICKS)
+    def acknowledge_by_message(self, client_index: int, index: int) -> None:
+        client = pick([client for client in self.clients if client.granted], client_index)
+        share = pick(client.granted, index)
         is_held = share in client.held
         assert client.holder.acknowledge(share.slot, share.generation) is is_held
         self.ended(client, [share] if is_held else [], ShareState.ACKNOWLEDGED)
         client.num_strays += not is_held
 
-    @rule(client=clients)
-    def quarantine(self, client: Client) -> None:
+    @precondition(lambda self: self.clients)
+    @rule(client_index=PICKS)
+    def quarantine(self, client_index: int) -> None:
+        client = pick(self.clients, client_index)
         if client.holder.state is HolderState.CONNECTED:
             client.holder.quarantine()
 
-    @rule(client=consumes(clients))
-    def die(self, client: Client) -> None:
-        assert client.holder.end_all() == len(client.held)
-        self.ended(client, list(client.held), ShareState.DIED)
+    @precondition(lambda self: self.clients)
+    @rule(client_index=PICKS)
+    def die(self, client_index: int) -> None:
+        client = pick(self.clients, client_index)
+        held = list(client.held)
+        assert client.holder.end_all() == len(held)
+        self.ended(client, held, ShareState.DIED)
+        self.clients.remove(client)
+        self.dead.append(client)
 
     @precondition(lambda self: len(self.memories) < 4)
     @rule()
     def retire(self) -> None:
         before = len(self.evicted)
-        gone = {extent for extent in self.live if extent.pool is self.pool and extent.state is ExtentState.CACHED}
+        cached = {extent for extent in self.in_state(ExtentState.CACHED) if extent.pool is self.pool}
+        self.retired_writing += self.in_state(ExtentState.WRITING)
         self.pool.retire()
-        assert set(self.evicted[before:]) == gone
+        assert set(self.evicted[before:]) == cached
+        assert all(extent.state is ExtentState.GONE for extent in self.retired_writing)
         with pytest.raises(BadTransition):
             self.pool.reserve(1)
-        self.forget_unread()
+        self.settle()
         self.new_memory()
 
     @invariant()
@@ -247,22 +317,24 @@ class PoolMachine(RuleBasedStateMachine):
             memory.pool.check()
             live = {extent for extent in self.live if extent.pool is memory.pool}
             assert set(memory.pool.extents()) == live
-        for client in self.everyone:
+            if memory.pool.is_retired:
+                assert memory.pool.is_idle == (not live)
+        for client in self.clients + self.dead:
             client.holder.check()
             assert set(client.holder.shares()) == set(client.held)
-            assert client.holder.num_strays >= client.num_strays
+            assert client.holder.num_strays == client.num_strays
 
     @invariant()
     def nobody_reads_another_extents_bytes(self) -> None:
         for extent in self.live:
-            assert extent.num_shares == sum(share.extent is extent for c in self.everyone for share in c.held)
+            assert extent.num_shares + extent.num_pins == self.readers(extent)
             view = self.memories[extent.pool_id].reader.view(extent.offset, extent.nbytes)
             assert (view == self.tags[extent]).all(), f"{extent!r} was overwritten"
 
     def teardown(self) -> None:
         for memory in self.memories:
             memory.region.close()
-        for client in self.everyone:
+        for client in self.clients + self.dead:
             client.words.close()
             client.holder.control.close()
 

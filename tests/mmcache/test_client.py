@@ -159,7 +159,9 @@ def test_bad_items_fail_alone(client: mmcache.Client, tmp_path: Path) -> None:
 
 def test_encode_error_holds_the_rest(client: mmcache.Client, tmp_path: Path) -> None:
     items = [image(52), tmp_path / "missing.jpg", image(53)]
-    with pytest.raises(mmcache.EncodeError, match=r"1 of 3 items failed.*missing\.jpg") as caught, caught.value as error:
+    with pytest.raises(mmcache.EncodeError, match=r"1 of 3 items failed.*missing\.jpg") as caught:
+        client.encode(items)
+    with caught.value as error:
         leases = [error.results[0], error.results[2]]
         assert all(isinstance(lease, mmcache.Lease) and not lease.is_released for lease in leases)
         assert isinstance(error.results[1], mmcache.UnreadableItem)

@@ -1,0 +1,256 @@
+"""The file store: the contract, a full map, crashes, other processes, a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from mmcache.errors import ConfigError
+from mmcache.tiers.base import Tier, TierError
+from mmcache.tiers.lmdb import LmdbTier
+from tests.mmcache.tier_contract import CHUNK_BYTES, TierContract, make_entry, read_back
+
+MAP_BYTES = 16 << 20
+NUM_KILLS = 200 if os.environ.get("MMCACHE_SOAK") else 6
+
+
+def _flip(tier: Tier, database: bytes, key: bytes, change: Callable[[bytes], bytes | None]) -> None:
+    assert isinstance(tier, LmdbTier)
+    env = tier._file._env
+    with env.begin(write=True) as txn, txn.cursor(db=env.open_db(database, txn=txn)) as cursor:
+        assert cursor.set_range(key)
+        assert cursor.key()[:32] == key
+        changed = change(cursor.value())
+        if changed is None:
+            cursor.delete()
+        else:
+            cursor.put(cursor.key(), changed)
+
+
+def _one_bit(value: bytes) -> bytes:
+    place = random.Random(len(value)).randrange(len(value))
+    return value[:place] + bytes([value[place] ^ 4]) + value[place + 1 :]
+
+
+class TestLmdbTier(TierContract):
+    async def make(self, folder: Path) -> Tier:
+        return LmdbTier(folder / "store.lmdb", MAP_BYTES, chunk_bytes=CHUNK_BYTES)
+
+    async def damage_header(self, tier: Tier, key: bytes) -> None:
+        _flip(tier, b"headers", key, _one_bit)
+
+    async def damage_payload(self, tier: Tier, key: bytes) -> None:
+        _flip(tier, b"chunks", key, _one_bit)
+
+    async def lose_chunk(self, tier: Tier, key: bytes) -> None:
+        _flip(tier, b"chunks", key, lambda _: None)
+
+    def test_a_short_chunk_is_a_counted_miss(self, tmp_path: Path) -> None:
+        async def shorten(tier: Tier, key: bytes) -> None:
+            _flip(tier, b"chunks", key, lambda value: value[:-1])
+
+        self._run_damaged_read(tmp_path, shorten)
+
+
+@contextmanager
+def _store(folder: Path, map_bytes: int = MAP_BYTES) -> Iterator[tuple[LmdbTier, asyncio.Runner]]:
+    with asyncio.Runner() as runner:
+        tier = LmdbTier(folder / "store.lmdb", map_bytes)
+        try:
+            yield tier, runner
+        finally:
+            runner.run(tier.close())
+
+
+def test_entries_outlive_the_tier_in_a_private_file(tmp_path: Path) -> None:
+    entry, payload = make_entry(1)
+    with _store(tmp_path) as (tier, runner):
+        runner.run(tier.put(entry, payload))
+    with _store(tmp_path) as (tier, runner):
+        assert tier.counters["entries"] == 1
+        assert runner.run(tier.find([entry.key])) == [entry]
+        assert runner.run(read_back(tier, entry)) == payload
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        "store.lmdb": 0o600,
+        "store.lmdb-lock": 0o600,
+    }
+
+
+def test_the_oldest_make_room_within_the_budget(tmp_path: Path) -> None:
+    async def fill(tier: LmdbTier) -> None:
+        sizes = random.Random(3)
+        entries = [make_entry(number, tokens=sizes.randrange(100, 40_000)) for number in range(60)]
+        for entry, payload in entries:
+            await tier.put(entry, payload)
+            assert await read_back(tier, entry) == payload
+            assert tier.counters["bytes_used"] <= 0.7 * MAP_BYTES
+        found = await tier.find([entry.key for entry, _ in entries])
+        first = next(place for place, entry in enumerate(found) if entry is not None)
+        assert None not in found[first:]
+        assert tier.counters["entries"] == len(entries) - first
+        assert tier.counters["evicted"] == first > 0
+
+    with _store(tmp_path) as (tier, runner):
+        runner.run(fill(tier))
+    assert (tmp_path / "store.lmdb").stat().st_size <= MAP_BYTES
+
+
+def test_an_entry_beyond_the_budget_evicts_nothing(tmp_path: Path) -> None:
+    entry, payload = make_entry(1)
+    large, large_payload = make_entry(2, tokens=200_000)
+    with _store(tmp_path) as (tier, runner):
+        runner.run(tier.put(entry, payload))
+        with pytest.raises(TierError, match="beyond the store's budget"):
+            runner.run(tier.put(large, large_payload))
+        assert runner.run(tier.find([entry.key, large.key])) == [entry, None]
+
+
+def test_a_smaller_budget_is_reached_by_eviction(tmp_path: Path) -> None:
+    entries = [make_entry(number, tokens=1000) for number in range(300)]
+    with _store(tmp_path, 4 * MAP_BYTES) as (tier, runner):
+        for entry, payload in entries[:-1]:
+            runner.run(tier.put(entry, payload))
+        assert tier.counters["bytes_used"] > 0.7 * MAP_BYTES
+    with _store(tmp_path) as (tier, runner):
+        runner.run(tier.put(*entries[-1]))
+        assert tier.counters["bytes_used"] <= 0.7 * MAP_BYTES
+        assert runner.run(read_back(tier, entries[-1][0])) == entries[-1][1]
+
+
+def test_reads_go_on_while_entries_are_evicted(tmp_path: Path) -> None:
+    """A reader sees an entry whole or not at all, while the writer turns the whole store over."""
+
+    async def turn_over(tier: LmdbTier) -> None:
+        entries = [make_entry(number, tokens=20_000) for number in range(40)]
+
+        async def write() -> None:
+            for entry, payload in entries:
+                await tier.put(entry, payload)
+
+        async def read(start: int) -> int:
+            num_read = 0
+            for entry, payload in entries[start:] + entries[:start]:
+                got = await read_back(tier, entry)
+                assert got is None or got == payload
+                num_read += got is not None
+            return num_read
+
+        writing = asyncio.ensure_future(write())
+        num_read = 0
+        while not writing.done():
+            num_read += sum(await asyncio.gather(*(read(start) for start in (0, 13, 27))))
+        await writing
+        assert num_read > 0
+        assert tier.counters["damaged"] == 0
+
+    with _store(tmp_path) as (tier, runner):
+        runner.run(turn_over(tier))
+
+
+_CHILD = """
+import asyncio, sys
+from pathlib import Path
+from mmcache.tiers.lmdb import LmdbTier
+from tests.mmcache.tier_contract import make_entry, read_back
+
+async def main(folder, map_bytes, first, last, tokens):
+    tier = LmdbTier(Path(folder) / "store.lmdb", int(map_bytes))
+    for number in range(int(first), int(last)):
+        print(number, flush=True)
+        await tier.put(*make_entry(number, int(tokens)))
+    await tier.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def _child(folder: Path, map_bytes: int, first: int, last: int, tokens: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", _CHILD, str(folder), *map(str, (map_bytes, first, last, tokens))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def test_a_writer_killed_at_any_point_leaves_whole_entries(tmp_path: Path) -> None:
+    delays = random.Random(7)
+    first, num_found = 0, 0
+    for _ in range(NUM_KILLS):
+        with _child(tmp_path, MAP_BYTES, first, first + 10_000, tokens=8000) as child:
+            assert child.stdout is not None
+            for _ in range(delays.randrange(1, 30)):
+                last = int(child.stdout.readline())
+            signal.sigtimedwait([], delays.random() * 0.005)
+            child.kill()
+            last = max([last, *map(int, child.stdout.read().split())])
+        with _store(tmp_path) as (tier, runner):
+            keys = [make_entry(number, 1)[0].key for number in range(first, last + 1)]
+            for entry in filter(None, runner.run(tier.find(keys))):
+                assert runner.run(read_back(tier, entry)) == make_entry(int.from_bytes(entry.key, "big"), 8000)[1]
+                num_found += 1
+            assert tier.counters["damaged"] == 0
+        first = last + 1
+    assert num_found > 0
+
+
+def test_a_second_process_shares_the_file(tmp_path: Path) -> None:
+    """The other one even makes the map larger than this one knew, and fills it."""
+    mine, payload = make_entry(1_000_000)
+    with _store(tmp_path, 1 << 20) as (tier, runner):
+        runner.run(tier.put(mine, payload))
+        with _child(tmp_path, MAP_BYTES, 0, 20, tokens=2000) as child:
+            assert child.wait(60) == 0
+        theirs = [make_entry(number, tokens=2000) for number in range(20)]
+        assert runner.run(tier.find([entry.key for entry, _ in theirs])) == [entry for entry, _ in theirs]
+        assert [runner.run(read_back(tier, entry)) for entry, _ in theirs] == [payload for _, payload in theirs]
+        assert runner.run(read_back(tier, mine)) == payload
+
+
+def test_a_full_disk_fails_the_put_and_nothing_else(tmp_path: Path) -> None:
+    (old, old_payload), (new, new_payload) = make_entry(1), make_entry(2, tokens=60_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with _store(tmp_path) as (tier, runner):
+        runner.run(tier.put(old, old_payload))
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "store.lmdb").stat().st_size + 65_536, hard))
+        try:
+            with pytest.raises(TierError, match="the file store failed"):
+                runner.run(tier.put(new, new_payload))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert runner.run(tier.find([old.key, new.key])) == [old, None]
+        assert runner.run(read_back(tier, old)) == old_payload
+        runner.run(tier.put(new, new_payload))
+        assert runner.run(read_back(tier, new)) == new_payload
+
+
+def test_a_closed_store_fails_cleanly(tmp_path: Path) -> None:
+    with _store(tmp_path) as (tier, runner):
+        runner.run(tier.close())
+        with pytest.raises(TierError, match="closed"):
+            runner.run(tier.find([bytes(32)]))
+
+
+def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be a file that LMDB can open"):
+        LmdbTier(tmp_path / "absent" / "store.lmdb", MAP_BYTES)
+    (tmp_path / "text").write_bytes(b"not a store " * 1000)
+    with pytest.raises(ConfigError, match="must be a file that LMDB can open"):
+        LmdbTier(tmp_path / "text", MAP_BYTES)
+    for name, record, message in (
+        ("foreign", (b"theirs", b"1"), "it holds something else"),
+        ("later", (b"mmcache", b"2"), "layout version b'2'"),
+    ):
+        env = lmdb.Environment(str(tmp_path / name), subdir=False)
+        with env.begin(write=True) as txn:
+            txn.put(*record)
+        env.close()
+        with pytest.raises(ConfigError, match=message):
+            LmdbTier(tmp_path / name, MAP_BYTES)

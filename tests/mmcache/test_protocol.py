@@ -1,0 +1,268 @@
+"""Frames: bounds, descriptors, and hostile bytes against a real sidecar."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mmcache
+from ipc.memory_shm import sealed_copy
+from mmcache.errors import ProtocolError
+from mmcache.protocol import (
+    MAGIC,
+    MAX_BODY_BYTES,
+    PREFIX,
+    Cancel,
+    Encode,
+    FrameReader,
+    Hello,
+    Kind,
+    Results,
+    StatsRequest,
+    Supply,
+    pack_frame,
+    parse,
+)
+from mmcache.transport import BlockingChannel, receive_once, rights
+from tests.mmcache.support import SidecarProcess, eventually, image
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.binary(max_size=300)), max_size=6), st.integers(1, 50))
+def test_frames_survive_any_cut(messages: list[tuple[int, bytes]], step: int) -> None:
+    stream = b"".join(pack_frame(Kind.CANCEL, Cancel(request_id=id_), body).data for id_, body in messages)
+    reader, frames = FrameReader(), []
+    for start in range(0, len(stream), step):
+        reader.feed(stream[start : start + step])
+        while (frame := reader.next_frame()) is not None:
+            frames.append((parse(Cancel, frame).request_id, frame.body))
+    assert frames == messages
+
+
+@given(st.binary(max_size=200))
+def test_garbage_never_does_more_than_raise(data: bytes) -> None:
+    reader = FrameReader()
+    reader.feed(data)
+    try:
+        frame = reader.next_frame()
+    except ProtocolError:
+        return
+    assert frame is None or len(frame.header) + len(frame.body) + PREFIX.size <= len(data)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        PREFIX.pack(0x1234, 1, 0, 0, 0, 0),
+        PREFIX.pack(MAGIC, 1, 0, 0, 0, MAX_BODY_BYTES + 1),
+        PREFIX.pack(MAGIC, 1, 0, 0, 2**32 - 1, 0),
+        PREFIX.pack(MAGIC, 1, 17, 0, 0, 0),
+        PREFIX.pack(MAGIC, 1, 1, 0, 0, 0),
+        PREFIX.pack(MAGIC, 1, 0, 1, 0, 0),
+    ],
+    ids=["magic", "body", "header", "descriptors", "missing descriptor", "reserved"],
+)
+def test_bounds_are_checked_on_the_prefix(prefix: bytes) -> None:
+    reader = FrameReader()
+    reader.feed(prefix)
+    with pytest.raises(ProtocolError):
+        reader.next_frame()
+
+
+def test_headers_are_validated() -> None:
+    reader = FrameReader()
+    reader.feed(PREFIX.pack(MAGIC, Kind.ENCODE, 0, 0, 2, 0) + b"{}")
+    frame = reader.next_frame()
+    assert frame is not None
+    with pytest.raises(ProtocolError, match="request_id"):
+        parse(Encode, frame)
+
+
+def test_descriptors_stay_with_their_frames() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        reads, reader = [], FrameReader()
+        for number in range(3):
+            read_end, write_end = os.pipe()
+            os.write(write_end, bytes([number]))
+            os.close(write_end)
+            frame = pack_frame(Kind.CANCEL, Cancel(request_id=number), fds=[read_end])
+            left.sendmsg([frame.data], rights(frame))
+            left.send(pack_frame(Kind.CANCEL, Cancel(request_id=100 + number)).data)
+            os.close(read_end)
+        while len(reads) < 6:
+            receive_once(right, reader)
+            while (got := reader.next_frame()) is not None:
+                byte = os.read(got.fds[0], 1)[0] if got.fds else None
+                reads.append((parse(Cancel, got).request_id, byte))
+                for fd in got.fds:
+                    assert os.get_inheritable(fd) is False
+                    os.close(fd)
+    assert reads == [(0, 0), (100, None), (1, 1), (101, None), (2, 2), (102, None)]
+
+
+def test_uncounted_descriptors_are_refused_and_closed() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        data = pack_frame(Kind.CANCEL, Cancel(request_id=1)).data
+        left.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))])
+        before = set(os.listdir("/proc/self/fd"))
+        reader = FrameReader()
+        receive_once(right, reader)
+        with pytest.raises(ProtocolError, match="no frame counts"):
+            reader.next_frame()
+        reader.close()
+        assert set(os.listdir("/proc/self/fd")) == before
+
+
+def raw(sidecar: SidecarProcess) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(20)
+    sock.connect(str(sidecar.socket))
+    return sock
+
+
+def greeted(sidecar: SidecarProcess) -> BlockingChannel:
+    """A connection after its handshake, for frames that no client would send."""
+    channel = BlockingChannel(raw(sidecar))
+    pidfd = os.pidfd_open(os.getpid())
+    channel.send(pack_frame(Kind.HELLO, Hello(protocol=1, name="hostile"), fds=[pidfd], owned=True))
+    for _ in range(3):
+        frame = channel.receive()
+        for fd in frame.fds:
+            os.close(fd)
+    return channel
+
+
+def is_cut_off(channel: BlockingChannel) -> bool:
+    try:
+        while True:
+            channel.receive()
+    except mmcache.ConnectionLost:
+        return True
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.binary(min_size=16, max_size=400))
+def test_garbage_costs_only_its_own_connection(shared_sidecar: SidecarProcess, data: bytes) -> None:
+    with raw(shared_sidecar) as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        sock.recv(1000)
+    with shared_sidecar.connect() as client:
+        client.encode([image(1)])[0].release()
+
+
+def test_another_protocol_version_is_named(shared_sidecar: SidecarProcess) -> None:
+    from mmcache.core import ClientCore
+
+    channel = BlockingChannel(raw(shared_sidecar))
+    pidfd = os.pidfd_open(os.getpid())
+    channel.send(pack_frame(Kind.HELLO, Hello(protocol=99), fds=[pidfd], owned=True))
+    with pytest.raises(mmcache.ProtocolMismatch, match=r"protocol 99, this sidecar \(.*\) speaks 1"):
+        ClientCore.from_welcome(channel.receive(), "")
+    channel.close()
+
+
+def test_a_pidfd_of_another_process_is_refused(shared_sidecar: SidecarProcess) -> None:
+    for fd in (os.pidfd_open(1), os.open("/dev/null", os.O_RDONLY)):
+        channel = BlockingChannel(raw(shared_sidecar))
+        channel.send(pack_frame(Kind.HELLO, Hello(protocol=1), fds=[fd], owned=True))
+        frame = channel.receive()
+        assert frame.kind == Kind.REFUSED
+        assert b"pidfd" in frame.header
+        channel.close()
+
+
+def unsealed(nbytes: int) -> int:
+    fd = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def test_hostile_frames_cut_off_their_sender(shared_sidecar: SidecarProcess, tmp_path: Path) -> None:
+    supply = {"request_id": 1, "positions": [0], "kinds": ["array"], "headers": [b""], "offsets": [0], "sizes": [3]}
+
+    def supplied(fd: int, **changes: object) -> bytes:
+        frame = pack_frame(Kind.SUPPLY, Supply.model_validate(supply | changes), fds=[fd])
+        return frame.data
+
+    plain = os.open(tmp_path, os.O_RDONLY)
+    sealed, _ = sealed_copy("sealed", [b"abc"])
+    cases: list[tuple[bytes, list[int]]] = [
+        (pack_frame(Kind.ENCODE, Encode(request_id=1, num_items=2, timeout_ms=1), b"k" * 16).data, []),
+        (pack_frame(Kind.WELCOME, StatsRequest()).data, []),
+        (pack_frame(Kind.RESULTS, Results(request_id=1)).data, []),
+        (pack_frame(Kind.ACKNOWLEDGE, StatsRequest(), b"123").data, []),
+        (PREFIX.pack(MAGIC, 999, 0, 0, 0, 0), []),
+        (supplied(0), [unsealed(4096)]),
+        (supplied(0), [plain]),
+        (supplied(0, sizes=[1 << 40]), [sealed]),
+        (supplied(0, offsets=[1 << 63]), [sealed]),
+        (supplied(0, kinds=["array", "array"]), [sealed]),
+    ]
+    for data, fds in cases:
+        channel = greeted(shared_sidecar)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        channel._sock.sendmsg([data], ancillary)
+        assert is_cut_off(channel), data
+        channel.close()
+    with shared_sidecar.connect() as client:
+        client.encode([image(1)])[0].release()
+
+
+def test_false_acknowledgements_change_nothing(shared_sidecar: SidecarProcess) -> None:
+    """Another's slots, made-up generations and stores into words that were never granted."""
+    with shared_sidecar.connect() as client, client.encode([image(2)])[0] as lease:
+        expected = lease.numpy().copy()
+        other = shared_sidecar.connect()
+        share = lease._live_share()
+        other._core.control.acknowledge(share.slot, share.generation)
+        for slot in range(1, 100):
+            other._core.control.acknowledge(slot, 77)
+        assert client.stats()["leases"]["active"] >= 1
+        other.close()
+        np.testing.assert_array_equal(lease.numpy(), expected)
+
+
+def test_a_client_can_neither_write_nor_shorten_the_pool(sidecar: SidecarProcess) -> None:
+    import ctypes
+    import fcntl
+    import mmap
+
+    from mmcache.core import ClientCore
+
+    channel = BlockingChannel(raw(sidecar))
+    channel.send(ClientCore.hello("writer", "", os.pidfd_open(os.getpid())))
+    os.close(channel.receive().fds[0])
+    (fd,) = channel.receive().fds
+    size = os.fstat(fd).st_size
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        mmap.mmap(again, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+    address = np.frombuffer(mapping, np.uint8).ctypes.data
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(4096), 3) == -1
+    os.close(again)
+    os.close(fd)
+    channel.close()
+
+
+def test_handshake_without_words_is_ended(sidecar: SidecarProcess) -> None:
+    with raw(sidecar) as sock:
+        assert sock.recv(1) == b"", "silence before the handshake is cut off"
+    eventually(lambda: sidecar.stats()["leases"]["connections"] == 1, "nothing of it is left")

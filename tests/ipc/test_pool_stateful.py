@@ -220,7 +220,8 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(ControlExhausted):
                 extent.pool.grant(extent, client.holder)
             return
-        assert client.share_in((share := extent.pool.grant(extent, client.holder)).slot) is None
+        share = extent.pool.grant(extent, client.holder)
+        assert client.share_in(share.slot) is None
         assert (share.slot, share.generation) not in [(old.slot, old.generation) for old in client.granted]
         client.written[share.slot] = client.seen[share.slot] = 0
         client.held.append(share)

@@ -152,7 +152,8 @@ def test_damaged_headers_of_arrays_and_pil_images() -> None:
 
 
 @pytest.mark.parametrize(
-    "header", [b"", b"{", b"[]", b"{}", b"null", b'{"shape":5}', b'{"shape":["a","b",3]}', b'{"shape":[-4,-1,3]}', b"\xff"]
+    "header",
+    [b"", b"{", b"[]", b"{}", b"null", b'{"shape":5}', b'{"shape":["a","b",3]}', b'{"shape":[-4,-1,3]}', b"\xff"],
 )
 @pytest.mark.parametrize("kind", ["array", "pil"])
 def test_garbage_headers(kind: str, header: bytes) -> None:

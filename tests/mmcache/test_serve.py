@@ -7,6 +7,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from tests.mmcache.support import MMCACHE, SidecarProcess, clean_environ, eventu
 def serve(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run `mmcache serve` to its end (these calls fail before they serve)."""
     command = [*MMCACHE, "serve", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_environ(**environ), check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=clean_environ(**environ), check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,11 +106,8 @@ def test_another_user_is_refused(sidecar: SidecarProcess) -> None:
         "try: mmcache.connect(sys.argv[1])\n"
         "except mmcache.SidecarUnavailable as error: print(error)\n"
     )
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(sidecar.socket)], capture_output=True, text=True, env=clean_environ(), check=False
-    )
+    command = [sys.executable, "-c", code, str(sidecar.socket)]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean_environ(), check=False)
     assert "only user 0 may connect, not 65534" in done.stdout, done
 
 

@@ -160,7 +160,7 @@ class Client:
             return
         with self._turn:
             self._is_closed = True
-            self._core.release_all()
+            self._core.close()
             if self._lost is None:
                 # If it fails, the coordinator learns of the leases from the control memory, or is gone.
                 with contextlib.suppress(RequestTimeout, ConnectionLost):
@@ -221,6 +221,9 @@ class Client:
             self._exchange(lambda: pending.is_done, deadline)
         except BaseException:
             self._core.cancel(pending)
+            if self._lost is None:
+                with contextlib.suppress(RequestTimeout, ConnectionLost):
+                    self._send_outbox(time.monotonic() + 0.1)
             raise
         return pending
 

@@ -22,7 +22,7 @@ from mmcache.errors import (
     UnreadableItem,
 )
 from mmcache.keys import ContentKey, KeyHasher
-from mmcache.lease import Lease, Share, ShareRef
+from mmcache.lease import Lease, Share
 from mmcache.media import Media
 from mmcache.protocol import (
     ACKNOWLEDGEMENT,
@@ -30,6 +30,7 @@ from mmcache.protocol import (
     ORIGINS,
     PROTOCOL_VERSION,
     Acknowledge,
+    Bye,
     Cancel,
     Encode,
     Frame,
@@ -90,6 +91,8 @@ class ClientCore:
 
     Attributes:
         outbox: frames to send, in order.
+        live: tokens (slot and generation in one number) of shares that are not acknowledged; of them
+        held: those that only the death of their memory acknowledges.
         stats_reply: the last reply to `ask_stats`, or None.
     """
 
@@ -106,7 +109,8 @@ class ClientCore:
         self._pools: dict[int, ReadOnlyRegion] = {}
         self._pending: dict[int, PendingEncode] = {}
         self._last_request = 0
-        self._live: dict[int, ShareRef] = {}
+        self.live: set[int] = set()
+        self.held: set[int] = set()
         self._late: deque[tuple[int, int]] = deque()
 
     @staticmethod
@@ -182,30 +186,36 @@ class ClientCore:
         else:
             raise ProtocolError(f"frame of kind {frame.kind} does not belong here")
 
-    def acknowledge(self, slot: int, generation: int) -> None:
+    def acknowledge(self, token: int) -> None:
         """A share ends. A store into the control memory; where stores are not ordered, a message with the next call."""
+        try:
+            self.live.remove(token)
+        except KeyError:
+            return
+        self.held.discard(token)
+        self._acknowledge(token >> 32, token & 0xFFFFFFFF)
+
+    def close(self) -> None:
+        """Acknowledge every share but held ones, those too that are still on the way, and say goodbye."""
+        for token in self.live - self.held:
+            self.acknowledge(token)
+        self._flush_late()
+        held = b"".join(ACKNOWLEDGEMENT.pack(token >> 32, token & 0xFFFFFFFF) for token in self.held)
+        self.outbox.append(pack_frame(Kind.BYE, Bye(), held))
+
+    def _acknowledge(self, slot: int, generation: int) -> None:
         if self.control.store_is_ordered:
             self.control.acknowledge(slot, generation)
         else:
             self._late.append((slot, generation))
 
-    def release_all(self) -> None:
-        """Acknowledge every share but held ones."""
-        for reference in list(self._live.values()):
-            share = reference()
-            if share is not None and not share.held:
-                share.acknowledge()
-        self._live.clear()
-        self._flush_late()
-
     def _on_results(self, results: Results, grants: bytes) -> None:
         pending = self._pending.get(results.request_id)
         if pending is None:
             for _, slot, generation, *_ in GRANT.iter_unpack(grants):
-                self.acknowledge(slot, generation)
+                self._acknowledge(slot, generation)
             return
-        for record in GRANT.iter_unpack(grants):
-            self._granted(pending, *record)
+        self._on_grants(pending, grants)
         for position, kind, reason in zip(results.failed, results.errors, results.reasons, strict=True):
             pending.fail(position, kind, reason)
         if results.need:
@@ -213,17 +223,17 @@ class ClientCore:
         if pending.is_done:
             self._pending.pop(results.request_id, None)
 
-    def _granted(
-        self, pending: PendingEncode, position: int, slot: int, generation: int, pool_id: int, offset: int,
-        nbytes: int, num_tokens: int, t: int, h: int, w: int, origin: int,
-    ) -> None:  # fmt: skip
-        share = Share(self, slot, generation, self._pid)
-        self._live[slot] = ShareRef(share)
-        shape = (num_tokens, nbytes // (num_tokens * self._itemsize))
-        lease = Lease(
-            pending.keys[position], self._pools[pool_id], offset, share, shape, self._dtype, (t, h, w), ORIGINS[origin]
-        )
-        pending.settle(position, lease)
+    def _on_grants(self, pending: PendingEncode, grants: bytes) -> None:
+        keys, pools, add, pid = pending.keys, self._pools, self.live.add, self._pid
+        for position, slot, generation, origin, pool_id, tokens, offset, nbytes, t, h, w in GRANT.iter_unpack(grants):
+            token = slot << 32 | generation
+            add(token)
+            share = Share(self, token, pid)
+            dim = nbytes // (tokens * self._itemsize)
+            lease = Lease(
+                keys[position], pools[pool_id], offset, share, tokens, dim, self._dtype, (t, h, w), ORIGINS[origin]
+            )
+            pending.settle(position, lease)
 
     def _supply(self, pending: PendingEncode, positions: Sequence[int]) -> None:
         """Send the bytes of needed items, a memfd for as many of them as its bound allows."""

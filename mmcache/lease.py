@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -22,25 +21,35 @@ if TYPE_CHECKING:
 class Share:
     """This process's share of an extent; whatever lies over the extent's memory keeps it alive.
 
-    Acknowledges once: when told to, or when the last reference to it dies. In a forked child it does nothing, since
-    the share is the parent's.
+    Acknowledges when the last reference to it dies, if nobody did before. In a forked child it does nothing, since the
+    share is the parent's.
     """
 
-    __slots__ = ("__weakref__", "_core", "_pid", "generation", "held", "is_done", "slot")
+    __slots__ = ("_core", "_pid", "token")
 
-    def __init__(self, core: ClientCore, slot: int, generation: int, pid: int) -> None:
+    def __init__(self, core: ClientCore, token: int, pid: int) -> None:
         self._core = core
         self._pid = pid
-        self.slot = slot
-        self.generation = generation
-        self.held = False
-        self.is_done = False
+        self.token = token
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is not acknowledged yet."""
+        return self.token in self._core.live
+
+    @property
+    def is_held(self) -> bool:
+        """Whether only the death of its memory acknowledges it."""
+        return self.token in self._core.held
+
+    def hold(self) -> None:
+        """Leave the acknowledging to the death of its memory."""
+        self._core.held.add(self.token)
 
     def acknowledge(self, _getpid: Any = os.getpid) -> None:
         """The last read is done. Twice is harmless."""
-        if not self.is_done and _getpid() == self._pid:
-            self.is_done = True
-            self._core.acknowledge(self.slot, self.generation)
+        if _getpid() == self._pid:
+            self._core.acknowledge(self.token)
 
     __del__ = acknowledge
 
@@ -68,7 +77,8 @@ class Lease:
         region: ReadOnlyRegion,
         offset: int,
         share: Share,
-        shape: tuple[int, int],
+        num_tokens: int,
+        dim: int,
         dtype: str,
         grid_thw: tuple[int, int, int],
         origin: str,
@@ -76,7 +86,8 @@ class Lease:
         self.key = key
         self.grid_thw = grid_thw
         self.origin = origin
-        self.num_tokens, self.dim = shape
+        self.num_tokens = num_tokens
+        self.dim = dim
         self.dtype = dtype
         self._region = region
         self._offset = offset
@@ -89,8 +100,8 @@ class Lease:
 
     @property
     def is_released(self) -> bool:
-        """Whether the lease was released."""
-        return self._share is None
+        """Whether the lease was released, by itself or by the client's close."""
+        return self._share is None or not self._share.is_live
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -130,17 +141,17 @@ class Lease:
             LeaseReleased: after the release.
         """
         tensor = self.tensor
-        self._live_share().held = True
+        self._live_share().hold()
         return tensor
 
     def release(self) -> None:
         """The last read is done: the extent may be reused. Twice is harmless."""
         share, self._share = self._share, None
-        if share is not None and not share.held:
+        if share is not None and not share.is_held:
             share.acknowledge()
 
     def _live_share(self) -> Share:
-        if self._share is None or self._share.is_done:
+        if self._share is None or not self._share.is_live:
             raise LeaseReleased(f"the lease on {str(self.key)[:12]} was released; take views before, or hold() one")
         return self._share
 
@@ -156,8 +167,5 @@ class Lease:
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         share: Share | None = getattr(self, "_share", None)
-        if share is not None and not share.held and not share.is_done:
+        if share is not None and share.is_live and not share.is_held:
             _warn(f"{self!r} was dropped unreleased", ResourceWarning, source=self, stacklevel=1)
-
-
-ShareRef = weakref.ref[Share]

@@ -31,8 +31,12 @@ MAX_ITEMS = 1024
 ORIGINS = ("encoded", "pool", "host", "store")
 """Where an embedding came from, by the code in a grant record."""
 
-GRANT = struct.Struct("<IIIIQQIHHHH")
-"""position, slot, generation, pool id, offset, nbytes, tokens, grid t, h, w, origin."""
+GRANT = struct.Struct("<IIIHxxIIQQHHHxx")
+"""position, slot, generation, origin; then of the extent: pool id, tokens, offset, nbytes, grid t, h, w."""
+
+GRANT_HEAD = struct.Struct("<IIIHxx")
+GRANT_EXTENT = struct.Struct("<IIQQHHHxx")
+"""The two halves of a grant record; the second is packed once, when the extent is published."""
 
 ACKNOWLEDGEMENT = struct.Struct("<II")
 """slot, generation."""
@@ -53,6 +57,7 @@ class Kind(IntEnum):
     ACKNOWLEDGE = 10
     STATS = 11
     STATS_REPLY = 12
+    BYE = 13
 
     START_RANK = 32
     RANK_READY = 33
@@ -173,6 +178,10 @@ class Acknowledge(Message):
     """Leases ended by message, where a store into the control memory would not be ordered. Body: records."""
 
 
+class Bye(Message):
+    """The client closes. Body: records of the shares it goes on holding; others have ended, those on their way too."""
+
+
 class StatsRequest(Message):
     """Ask for the counters."""
 
@@ -217,7 +226,8 @@ def parse(model: type[M], frame: Frame) -> M:
         ProtocolError: it is not a valid `model`; names the field and the rule.
     """
     try:
-        return model.model_validate_json(frame.header)
+        parsed: M = model.__pydantic_validator__.validate_json(frame.header)
+        return parsed
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "header"

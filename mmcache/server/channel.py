@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,40 @@ MAX_PENDING_BYTES = 16 << 20
 """A peer that does not read is cut off when this much waits for it."""
 
 
+class Poller:
+    """Readiness of many sockets through one descriptor of the loop.
+
+    An epoll of our own, because libuv reports an error condition of a socket (a peer that closed with data unread) as a
+    failure of the watch and stops it: the close would never be seen.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        loop.add_reader(self._epoll.fileno(), self._ready)
+
+    def register(self, fd: int, on_events: Callable[[int], None]) -> None:
+        """Call `on_events` with the epoll bits whenever `fd` is readable or broken."""
+        self._handlers[fd] = on_events
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def want_write(self, fd: int, wanted: bool) -> None:
+        """Report when `fd` is writable, or no longer."""
+        self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT if wanted else select.EPOLLIN)
+
+    def unregister(self, fd: int) -> None:
+        """Forget `fd`, before it is closed."""
+        self._epoll.unregister(fd)
+        del self._handlers[fd]
+
+    def _ready(self) -> None:
+        for fd, events in self._epoll.poll(0):
+            # One handler may have closed another's socket, and a new socket may have its number: it finds nothing.
+            handler = self._handlers.get(fd)
+            if handler is not None:
+                handler(events)
+
+
 class Channel:
     """One connected socket: `on_frame` gets every frame, `on_close` is called once, with the reason.
 
@@ -27,22 +62,21 @@ class Channel:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        poller: Poller,
         sock: socket.socket,
         on_frame: Callable[[Frame], None],
         on_close: Callable[[str], None],
     ) -> None:
         sock.setblocking(False)
-        self._loop = loop
+        self._poller = poller
         self._sock = sock
         self._on_frame = on_frame
         self._on_close = on_close
         self._reader = FrameReader()
         self._pending: deque[OutgoingFrame] = deque()
         self._pending_bytes = 0
-        self._drained: asyncio.Future[None] | None = None
         self.is_open = True
-        loop.add_reader(sock.fileno(), self._readable)
+        poller.register(sock.fileno(), self._on_events)
 
     def send(self, frame: OutgoingFrame) -> None:
         """Send now what the socket takes and the rest when it can. On a closed channel the frame is dropped."""
@@ -58,28 +92,26 @@ class Channel:
         if self._pending_bytes > MAX_PENDING_BYTES:
             self.close("the peer does not read")
         elif self.is_open:
-            self._loop.add_writer(self._sock.fileno(), self._writable)
-
-    async def flushed(self) -> None:
-        """Wait until everything sent has been taken by the socket, or the channel is closed."""
-        if self._pending and self.is_open:
-            self._drained = self._drained or self._loop.create_future()
-            await self._drained
+            self._poller.want_write(self._sock.fileno(), True)
 
     def close(self, reason: str = "closed") -> None:
         """Close the socket and everything that was pending. Doing so twice is harmless."""
         if not self.is_open:
             return
         self.is_open = False
-        self._loop.remove_reader(self._sock.fileno())
-        self._loop.remove_writer(self._sock.fileno())
+        self._poller.unregister(self._sock.fileno())
         self._sock.close()
         self._reader.close()
         for frame in self._pending:
             self._forget(frame)
         self._pending.clear()
-        self._settle_drained()
         self._on_close(reason)
+
+    def _on_events(self, events: int) -> None:
+        if events & select.EPOLLOUT:
+            self._writable()
+        if self.is_open and events & ~select.EPOLLOUT:
+            self._readable()
 
     def _readable(self) -> None:
         try:
@@ -104,7 +136,8 @@ class Channel:
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
-            self._loop.call_soon(self.close, f"the connection broke: {error.strerror}")
+            # Closed later: whoever is sending does not expect to be told in the middle of it.
+            asyncio.get_running_loop().call_soon(self.close, f"the connection broke: {error.strerror}")
             self._forget(frame)
             return True
         self._forget(frame)
@@ -123,13 +156,7 @@ class Channel:
             self._pending_bytes -= size
             self._pending.popleft()
         if self.is_open:
-            self._loop.remove_writer(self._sock.fileno())
-        self._settle_drained()
-
-    def _settle_drained(self) -> None:
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
-        self._drained = None
+            self._poller.want_write(self._sock.fileno(), False)
 
     @staticmethod
     def _forget(frame: OutgoingFrame) -> None:

@@ -12,9 +12,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import mmcache
 from mmcache.protocol import Frame, OutgoingFrame
-from mmcache.server.channel import Channel
+from mmcache.server.channel import Channel, Poller
 from mmcache.transport import BlockingChannel, raise_descriptor_limit
 
 log = logging.getLogger(__name__)
@@ -30,24 +32,29 @@ class Child:
     """
 
     def __init__(
-        self, module: str, on_frame: Callable[[Frame], None], on_exit: Callable[[str], None], environ: dict[str, str]
+        self,
+        poller: Poller,
+        module: str,
+        on_frame: Callable[[Frame], None],
+        on_exit: Callable[[str], None],
+        environ: dict[str, str],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | environ,
+                env=os.environ | _same_code() | environ,
                 start_new_session=True,  # Ctrl-C goes to the sidecar alone, which drains first
             )
         self._module = module
         self._exited = self._loop.create_future()
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._died)
-        self.channel = Channel(self._loop, ours, on_frame, self._channel_closed)
+        self.channel = Channel(poller, ours, on_frame, self._channel_closed)
 
     @property
     def pid(self) -> int:
@@ -85,6 +92,13 @@ class Child:
         self.channel.close("exited")
         cause = signal.Signals(-status).name if status < 0 else f"status {status}"
         self._on_exit(f"{self._module.rsplit('.', 1)[-1]} (pid {self.pid}) ended with {cause}")
+
+
+def _same_code() -> dict[str, str]:
+    """What makes a child import the code that the sidecar runs, whatever lies in the current folder."""
+    root = str(Path(mmcache.__file__).parent.parent)
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def connect_to_parent(argv: list[str]) -> BlockingChannel:

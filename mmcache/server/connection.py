@@ -21,6 +21,7 @@ from mmcache.protocol import (
     PROTOCOL_VERSION,
     Acknowledge,
     AnyHello,
+    Bye,
     Cancel,
     Encode,
     Frame,
@@ -64,7 +65,7 @@ class Connection:
         self._requests: dict[int, Request] = {}
         self._closes_when_idle = False
         self.holder: Holder | None = None
-        self._channel = Channel(self._loop, sock, self._on_frame, self._on_close)
+        self._channel = Channel(coordinator.poller, sock, self._on_frame, self._on_close)
         self._handshake_timer = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._channel.close, "no handshake")
 
     @property
@@ -135,10 +136,11 @@ class Connection:
                 request.cancel(cancel.positions)
         elif frame.kind == Kind.ACKNOWLEDGE:
             parse(Acknowledge, frame)
-            if len(frame.body) % ACKNOWLEDGEMENT.size:
-                raise ProtocolError(f"acknowledgements of {len(frame.body)} bytes are not whole records")
-            for slot, generation in ACKNOWLEDGEMENT.iter_unpack(frame.body):
+            for slot, generation in _records(frame):
                 holder.acknowledge(slot, generation)
+        elif frame.kind == Kind.BYE:
+            parse(Bye, frame)
+            self._on_bye(holder, _records(frame))
         elif frame.kind == Kind.STATS:
             stats = json.dumps(self._coordinator.snapshot()).encode()
             self.send(pack_frame(Kind.STATS_REPLY, StatsReply(), stats))
@@ -206,6 +208,13 @@ class Connection:
             if flight is not None and flight.waiters[0] == (request, position) and flight.supply(supplied):
                 memory.share()
 
+    def _on_bye(self, holder: Holder, held: set[tuple[int, int]]) -> None:
+        for request in list(self._requests.values()):
+            request.cancel([])
+        for share in holder.shares():
+            if (share.slot, share.generation) not in held:
+                holder.acknowledge(share.slot, share.generation)
+
     def _on_close(self, reason: str) -> None:
         self._handshake_timer.cancel()
         self._coordinator.closed()
@@ -238,6 +247,12 @@ class Connection:
         if self.holder is not None:
             self.holder.control.close()
         self._coordinator.forget(self)
+
+
+def _records(frame: Frame) -> set[tuple[int, int]]:
+    if len(frame.body) % ACKNOWLEDGEMENT.size:
+        raise ProtocolError(f"acknowledgements of {len(frame.body)} bytes are not whole records")
+    return {(slot, generation) for slot, generation in ACKNOWLEDGEMENT.iter_unpack(frame.body)}
 
 
 def _check_supply(supply: Supply, fd: int, max_item_bytes: int) -> None:

@@ -17,8 +17,9 @@ from mmcache._version import __version__
 from mmcache.config import Settings
 from mmcache.errors import ContentMismatch, DeadlineExceeded, EncodeFailed, ItemError, PoolExhausted, TooManyLeases
 from mmcache.keys import ContentKey, Fingerprint, store_key
-from mmcache.protocol import ORIGINS, PROTOCOL_VERSION, Welcome
+from mmcache.protocol import GRANT_EXTENT, ORIGINS, PROTOCOL_VERSION, Welcome
 from mmcache.server.batcher import EncodeJob, RankLostError
+from mmcache.server.channel import Poller
 from mmcache.server.connection import Connection
 from mmcache.server.decoders import Decoders, Pixels, Supplied
 from mmcache.server.ingest import Ingest
@@ -44,12 +45,14 @@ class Coordinator:
     """Serves connections. Runs on one event loop and one thread."""
 
     def __init__(self, settings: Settings, seed: int, ingest: Ingest, store: TieredStore) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.poller = Poller(self._loop)
         self.settings = settings
         self.stats = Stats()
         self.store = store
         self.ingest = ingest
-        self.decoders = Decoders(ingest, seed, settings.max_pixels, settings.decode_timeout_s)
-        self.ranks = Ranks(settings, ingest, self._pool_added, self._pool_lost, self._evicted)
+        self.decoders = Decoders(self.poller, ingest, seed, settings.max_pixels, settings.decode_timeout_s)
+        self.ranks = Ranks(self.poller, settings, ingest, self._pool_added, self._pool_lost, self._evicted)
         self.connections: set[Connection] = set()
         self.retired: list[Rank] = []
         self.num_past_evictions = 0
@@ -62,7 +65,6 @@ class Coordinator:
         self._room_turn = asyncio.Lock()
         self._a_close = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.get_running_loop()
 
     @property
     def facts(self) -> ModelFacts:
@@ -113,13 +115,13 @@ class Coordinator:
 
     def _look_up(self, request: Request) -> list[int]:
         """Grant every position that the pool has. Returns the others."""
-        index, misses = self._index, []
+        find, grant, misses = self._index.get, self._grant, []
         for position, key in enumerate(request.keys):
-            extent = index.get(key)
+            extent = find(key)
             if extent is None:
                 misses.append(position)
             else:
-                self._grant(request, position, extent, POOL)
+                grant(request, position, extent, POOL)
         self.stats.hit_pool += len(request.keys) - len(misses)
         return misses
 
@@ -274,7 +276,9 @@ class Coordinator:
         self, flight: Flight, rank: Rank, extent: Extent, seconds: float, shape: tuple[int, ...], origin: int
     ) -> None:
         """The bytes are complete and guarded: into the index, and to everyone who waits."""
-        rank.pool.publish(extent, flight.key, seconds, shape)
+        tokens, t, h, w = shape
+        record = GRANT_EXTENT.pack(extent.pool_id, tokens, extent.offset, extent.nbytes, t, h, w)
+        rank.pool.publish(extent, flight.key, seconds, record)
         assert flight.key not in self._index, "one flight a key"
         self._index[flight.key] = extent
         for request, position in flight.waiters:
@@ -292,8 +296,7 @@ class Coordinator:
                 request.fail(position, TooManyLeases(f"{reason}; release some"))
                 return
             share = holder.grant(extent)
-        shape = cast("tuple[int, ...]", extent.info)
-        request.grant(position, share, extent, shape, origin)
+        request.grant(position, share, cast(bytes, extent.info), origin)
 
     def _write_behind(self, rank: Rank, extent: Extent, shape: tuple[int, ...]) -> None:
         assert extent.key is not None, "it was published"

@@ -13,6 +13,7 @@ from mmcache.errors import ITEM_ERRORS, ItemError, UndecodableImage
 from mmcache.keys import KeyHasher
 from mmcache.media import ARRAY
 from mmcache.protocol import Frame, Kind, close_all, pack_frame, parse
+from mmcache.server.channel import Poller
 from mmcache.server.children import Child
 from mmcache.server.ingest import Ingest, IngestSlice
 from mmcache.server.messages import Drop, Fill, Filled, Probe, Probed, StartDecoder
@@ -77,7 +78,8 @@ class _DecoderLostError(Exception):
 class Decoders:
     """One decoder process, restarted when it dies."""
 
-    def __init__(self, ingest: Ingest, seed: int, max_pixels: int, timeout_s: float) -> None:
+    def __init__(self, poller: Poller, ingest: Ingest, seed: int, max_pixels: int, timeout_s: float) -> None:
+        self._poller = poller
         self._ingest = ingest
         self._start = StartDecoder(seed=seed, max_pixels=max_pixels)
         self._timeout_s = timeout_s
@@ -165,7 +167,7 @@ class Decoders:
         return answer
 
     def _spawn(self) -> Child:
-        child = Child(MODULE, self._on_frame, self._on_exit, {})
+        child = Child(self._poller, MODULE, self._on_frame, self._on_exit, {})
         child.send(pack_frame(Kind.START_DECODER, self._start, fds=[self._ingest.region.fd]))
         return child
 

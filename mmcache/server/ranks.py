@@ -18,6 +18,7 @@ from mmcache.errors import CheckpointError, ConfigError, MMCacheError
 from mmcache.keys import Fingerprint, fingerprint
 from mmcache.protocol import Frame, Kind, close_all, pack_frame, parse
 from mmcache.server.batcher import Batcher, RankLostError
+from mmcache.server.channel import Poller
 from mmcache.server.children import Child
 from mmcache.server.ingest import Ingest
 from mmcache.server.messages import Copied, Copy, Ran, RankReady, Run, StartFailed, StartRank
@@ -63,7 +64,7 @@ class Rank:
             model=settings.model, device=settings.device, dtype=settings.dtype, num_threads=threads,
             pool_bytes=settings.pool_bytes,
         )  # fmt: skip
-        self.child = Child(MODULE, self._on_frame, self._on_exit, {"OMP_NUM_THREADS": str(threads)})
+        self.child = Child(ranks.poller, MODULE, self._on_frame, self._on_exit, {"OMP_NUM_THREADS": str(threads)})
         self.child.send(pack_frame(Kind.START_RANK, start, fds=[ingest.region.fd]))
         self.batcher = Batcher(self._send_run, settings.max_batch_patches)
 
@@ -121,12 +122,14 @@ class Ranks:
 
     def __init__(
         self,
+        poller: Poller,
         settings: Settings,
         ingest: Ingest,
         on_added: Callable[[Rank], None],
         on_lost: Callable[[Rank], None],
         on_evict: Callable[[Extent], None],
     ) -> None:
+        self.poller = poller
         self._settings = settings
         self._ingest = ingest
         self._on_added = on_added

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mmcache.errors import ItemError
-from mmcache.protocol import GRANT, KEY_BYTES, Kind, Results, pack_frame
+from mmcache.protocol import GRANT_HEAD, KEY_BYTES, Kind, Results, pack_frame
 
 if TYPE_CHECKING:
     from ipc.leases import Holder, Share
-    from ipc.pool import Extent
     from mmcache.server.connection import Connection
     from mmcache.server.decoders import Supplied
 
@@ -71,11 +70,11 @@ class Request:
     Attributes:
         keys: content keys by position.
         open: the flight of every position that is not settled.
-        window: bounds the items whose bytes are asked for at once.
     """
 
     __slots__ = (
-        "_errors", "_failed", "_flush_due", "_granted", "_need", "_reasons", "_timer", "connection", "deadline",
+        "_errors", "_failed", "_flush_due", "_granted", "_need", "_reasons", "_timer",
+        "_window", "connection", "deadline",
         "holder", "keys", "open", "request_id", "window",
     )  # fmt: skip
 
@@ -86,21 +85,27 @@ class Request:
         self.keys = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
         self.open: dict[int, Flight] = {}
         self.deadline = asyncio.get_running_loop().time() + timeout_s
-        self.window = asyncio.Semaphore(SUPPLY_WINDOW)
-        self._granted = bytearray()
+        self._granted: list[bytes] = []
         self._need: list[int] = []
         self._failed: list[int] = []
         self._errors: list[str] = []
         self._reasons: list[str] = []
         self._flush_due = False
         self._timer: asyncio.TimerHandle | None = None
+        self._window: asyncio.Semaphore | None = None
 
-    def grant(self, position: int, share: Share, extent: Extent, shape: Sequence[int], origin: int) -> None:
-        """A position has its lease. `shape`: tokens and grid t, h, w."""
-        self._granted += GRANT.pack(
-            position, share.slot, share.generation, extent.pool_id, extent.offset, extent.nbytes, *shape, origin
-        )
-        self._settle(position)
+    @property
+    def window(self) -> asyncio.Semaphore:
+        """Bounds the items whose bytes are asked for at once."""
+        self._window = self._window or asyncio.Semaphore(SUPPLY_WINDOW)
+        return self._window
+
+    def grant(self, position: int, share: Share, extent: bytes, origin: int) -> None:
+        """A position has its lease. `extent`: its half of the record (`GRANT_EXTENT`)."""
+        self._granted.append(GRANT_HEAD.pack(position, share.slot, share.generation, origin))
+        self._granted.append(extent)
+        if self.open.pop(position, None) is not None:
+            self._flush_soon()
 
     def fail(self, position: int, error: ItemError) -> None:
         """A position has its error."""
@@ -108,7 +113,8 @@ class Request:
         self._errors.append(type(error).__name__)
         self._reasons.append(error.reason[:2000])
         self.connection.count_error(type(error).__name__)
-        self._settle(position)
+        if self.open.pop(position, None) is not None:
+            self._flush_soon()
 
     def ask(self, position: int) -> None:
         """Ask the client for the bytes of a position."""
@@ -123,7 +129,7 @@ class Request:
                 request_id=self.request_id, need=self._need, failed=self._failed, errors=self._errors,
                 reasons=self._reasons,
             )  # fmt: skip
-            self.connection.send(pack_frame(Kind.RESULTS, results, bytes(self._granted)))
+            self.connection.send(pack_frame(Kind.RESULTS, results, b"".join(self._granted)))
             self._granted.clear()
             self._need, self._failed, self._errors, self._reasons = [], [], [], []
         if not self.open:
@@ -150,10 +156,6 @@ class Request:
             flight.leave(self, position)
             self.fail(position, error)
         self.flush()
-
-    def _settle(self, position: int) -> None:
-        if self.open.pop(position, None) is not None:
-            self._flush_soon()
 
     def _flush_soon(self) -> None:
         if not self._flush_due:

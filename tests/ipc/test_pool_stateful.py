@@ -84,6 +84,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.dead: list[Client] = []
         self.new_memory()
         self.connect()
+        self.connect()
+        for nbytes in (2000, 1000, 6000):
+            self.reserve(nbytes, publish=True)
 
     def new_memory(self) -> None:
         region = SharedRegion.create("stateful", CAPACITY)
@@ -129,8 +132,8 @@ class PoolMachine(RuleBasedStateMachine):
             client.held.remove(share)
         self.settle()
 
-    @rule(nbytes=st.integers(1, 6000))
-    def reserve(self, nbytes: int) -> None:
+    @rule(nbytes=st.integers(1, 6000), publish=st.sampled_from([True, True, False]))
+    def reserve(self, nbytes: int, publish: bool) -> None:
         before = len(self.evicted)
         fits = self.fits(nbytes)
         extent = self.pool.reserve(nbytes)
@@ -142,6 +145,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.tags[extent] = self.num_tags
             self.live[extent] = None
             self.memories[-1].region.array(extent.offset, nbytes)[:] = self.num_tags
+            if publish:
+                self.pool.publish(extent, b"key", 1.0, None)
 
     @rule(nbytes=st.integers(CAPACITY + 1, 2 * CAPACITY))
     def reserve_too_large(self, nbytes: int) -> None:
@@ -151,19 +156,16 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(self.evicted) == before
 
     @precondition(lambda self: self.in_state(ExtentState.WRITING))
-    @rule(index=PICKS, seconds=st.floats(0.001, 10.0))
-    def publish(self, index: int, seconds: float) -> None:
+    @rule(index=PICKS, seconds=st.none() | st.floats(0.001, 10.0))
+    def finish(self, index: int, seconds: float | None) -> None:
         extent = pick(self.in_state(ExtentState.WRITING), index)
-        extent.pool.publish(extent, b"key", seconds, None)
-        assert extent.state is ExtentState.CACHED
-
-    @precondition(lambda self: self.in_state(ExtentState.WRITING))
-    @rule(index=PICKS)
-    def abandon(self, index: int) -> None:
-        extent = pick(self.in_state(ExtentState.WRITING), index)
-        extent.pool.abandon(extent)
-        assert extent.state is ExtentState.GONE
-        self.settle()
+        if seconds is None:
+            extent.pool.abandon(extent)
+            assert extent.state is ExtentState.GONE
+            self.settle()
+        else:
+            extent.pool.publish(extent, b"key", seconds, None)
+            assert extent.state is ExtentState.CACHED
 
     @precondition(lambda self: self.retired_writing)
     @rule()
@@ -174,19 +176,15 @@ class PoolMachine(RuleBasedStateMachine):
         extent.pool.abandon(extent)
 
     @precondition(lambda self: self.in_state(ExtentState.CACHED))
-    @rule(index=PICKS)
-    def discard(self, index: int) -> None:
+    @rule(index=PICKS, operation=st.sampled_from(["pin", "pin", "touch", "discard"]))
+    def use(self, index: int, operation: str) -> None:
         extent = pick(self.in_state(ExtentState.CACHED), index)
-        extent.pool.discard(extent)
-        assert extent.state is (ExtentState.DEAD if self.readers(extent) else ExtentState.GONE)
-        self.settle()
-
-    @precondition(lambda self: self.in_state(ExtentState.CACHED))
-    @rule(index=PICKS)
-    def pin(self, index: int) -> None:
-        extent = pick(self.in_state(ExtentState.CACHED), index)
-        extent.pool.pin(extent)
-        self.pinned.append(extent)
+        getattr(extent.pool, operation)(extent)
+        if operation == "pin":
+            self.pinned.append(extent)
+        elif operation == "discard":
+            assert extent.state is (ExtentState.DEAD if self.readers(extent) else ExtentState.GONE)
+            self.settle()
 
     @precondition(lambda self: self.pinned)
     @rule(index=PICKS)
@@ -195,25 +193,13 @@ class PoolMachine(RuleBasedStateMachine):
         extent.pool.unpin(extent)
         self.settle()
 
-    @precondition(lambda self: self.in_state(ExtentState.CACHED))
-    @rule(index=PICKS)
-    def touch(self, index: int) -> None:
-        extent = pick(self.in_state(ExtentState.CACHED), index)
-        extent.pool.touch(extent)
-
-    @rule()
-    def connect(self) -> None:
-        control = ControlMemory.create(NUM_WORDS)
-        holder = Holder(control, "client", len(self.clients), clock=self.tick)
-        self.clients.append(Client(holder, ControlMemory.attach(control.fd)))
-
-    @precondition(lambda self: self.clients and self.in_state(ExtentState.CACHED))
+    @precondition(lambda self: self.live)
     @rule(client_index=PICKS, index=PICKS)
     def grant(self, client_index: int, index: int) -> None:
         client = pick(self.clients, client_index)
-        extent = pick(self.in_state(ExtentState.CACHED), index)
-        if client.holder.state is not HolderState.CONNECTED:
-            with pytest.raises(BadTransition):
+        extent = pick(self.in_state(ExtentState.CACHED) or list(self.live), index)
+        if client.holder.state is not HolderState.CONNECTED or extent.state is not ExtentState.CACHED:
+            with pytest.raises((BadTransition, ControlExhausted)):
                 extent.pool.grant(extent, client.holder)
             return
         if len(client.held) == NUM_WORDS - 1:
@@ -227,39 +213,36 @@ class PoolMachine(RuleBasedStateMachine):
         client.held.append(share)
         client.granted.append(share)
 
-    @precondition(lambda self: self.clients and self.in_state(ExtentState.DEAD))
-    @rule(index=PICKS)
-    def grant_on_a_dead_extent(self, index: int) -> None:
-        extent = pick(self.in_state(ExtentState.DEAD), index)
-        with pytest.raises((BadTransition, ControlExhausted)):
-            extent.pool.grant(extent, self.clients[-1].holder)
-
     @precondition(lambda self: any(client.granted for client in self.clients))
-    @rule(client_index=PICKS, index=PICKS)
-    def acknowledge_by_word(self, client_index: int, index: int) -> None:
-        """Also late and doubled: the share may have ended and its slot may belong to another."""
+    @rule(client_index=PICKS, index=PICKS, held=st.booleans(), by_word=st.booleans(), then_sweep=st.booleans())
+    def acknowledge(self, client_index: int, index: int, held: bool, by_word: bool, then_sweep: bool) -> None:
+        """Unless `held`, also late and doubled: the share may have ended and its slot may belong to another."""
         client = pick([client for client in self.clients if client.granted], client_index)
-        share = pick(client.granted, index)
-        client.write(share.slot, share.generation)
+        share = pick((client.held if held else None) or client.granted, index)
+        if by_word:
+            client.write(share.slot, share.generation)
+        else:
+            is_held = share in client.held
+            assert client.holder.acknowledge(share.slot, share.generation) is is_held
+            self.ended(client, [share] if is_held else [], ShareState.ACKNOWLEDGED)
+            client.num_strays += not is_held
+        if then_sweep:
+            self.sweep(client)
 
-    @precondition(lambda self: any(client.held for client in self.clients))
-    @rule(client_index=PICKS, index=PICKS)
-    def acknowledge_held_by_word(self, client_index: int, index: int) -> None:
-        client = pick([client for client in self.clients if client.held], client_index)
-        share = pick(client.held, index)
-        client.write(share.slot, share.generation)
-
-    @precondition(lambda self: self.clients)
-    @rule(client_index=PICKS, slot=st.integers(1, NUM_WORDS - 1), ahead=st.integers(0, 2))
-    def write_a_word_ahead_of_its_grant(self, client_index: int, slot: int, ahead: int) -> None:
+    @rule(client_index=PICKS, slot=st.integers(1, NUM_WORDS - 1), ahead=st.integers(0, 2), then_sweep=st.booleans())
+    def write_a_word_ahead_of_its_grant(self, client_index: int, slot: int, ahead: int, then_sweep: bool) -> None:
         client = pick(self.clients, client_index)
         last = max((share.generation for share in client.granted if share.slot == slot), default=0)
         client.write(slot, last + ahead)
+        if then_sweep:
+            self.sweep(client)
 
-    @precondition(lambda self: self.clients)
-    @rule(client_index=PICKS)
-    def sweep(self, client_index: int) -> None:
-        client = pick(self.clients, client_index)
+    @rule()
+    def sweep_all(self) -> None:
+        for client in self.clients:
+            self.sweep(client)
+
+    def sweep(self, client: Client) -> None:
         expected = []
         for slot in client.changed():
             share = client.share_in(slot)
@@ -271,32 +254,25 @@ class PoolMachine(RuleBasedStateMachine):
         assert client.holder.sweep() == expected
         self.ended(client, expected, ShareState.ACKNOWLEDGED)
 
-    @precondition(lambda self: any(client.granted for client in self.clients))
-    @rule(client_index=PICKS, index=PICKS)
-    def acknowledge_by_message(self, client_index: int, index: int) -> None:
-        client = pick([client for client in self.clients if client.granted], client_index)
-        share = pick(client.granted, index)
-        is_held = share in client.held
-        assert client.holder.acknowledge(share.slot, share.generation) is is_held
-        self.ended(client, [share] if is_held else [], ShareState.ACKNOWLEDGED)
-        client.num_strays += not is_held
-
-    @precondition(lambda self: self.clients)
-    @rule(client_index=PICKS)
-    def quarantine(self, client_index: int) -> None:
+    @precondition(lambda self: len(self.clients) + len(self.dead) < 8)
+    @rule(client_index=PICKS, dies=st.booleans())
+    def disconnect(self, client_index: int, dies: bool) -> None:
         client = pick(self.clients, client_index)
-        if client.holder.state is HolderState.CONNECTED:
+        if dies:
+            held = list(client.held)
+            assert client.holder.end_all() == len(held)
+            self.ended(client, held, ShareState.DIED)
+            self.clients.remove(client)
+            self.dead.append(client)
+            self.connect()
+        elif client.holder.state is HolderState.CONNECTED:
             client.holder.quarantine()
+            self.connect()
 
-    @precondition(lambda self: self.clients)
-    @rule(client_index=PICKS)
-    def die(self, client_index: int) -> None:
-        client = pick(self.clients, client_index)
-        held = list(client.held)
-        assert client.holder.end_all() == len(held)
-        self.ended(client, held, ShareState.DIED)
-        self.clients.remove(client)
-        self.dead.append(client)
+    def connect(self) -> None:
+        control = ControlMemory.create(NUM_WORDS)
+        holder = Holder(control, "client", len(self.clients), clock=self.tick)
+        self.clients.append(Client(holder, ControlMemory.attach(control.fd)))
 
     @precondition(lambda self: len(self.memories) < 4)
     @rule()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import io
+import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from PIL import Image
 
 import mmcache
 from examples.pictures import photographs, picture_folder
+from mmcache.media import describe
 from tests.mmcache.support import SidecarProcess, eventually, image
 
 
@@ -277,7 +280,7 @@ def test_timeout_is_bounded_and_leaks_nothing(tmp_path: Path) -> None:
         leases = client.encode(big)
         (result,) = client.encode([image(9, 448, 448)], errors="return")
         assert isinstance(result, mmcache.PoolExhausted)
-        assert f"pid {__import__('os').getpid()}" in result.reason, "the biggest holder is named"
+        assert f"pid {os.getpid()}" in result.reason, "the biggest holder is named"
         (result,) = client.encode([image(10, 28 * 40, 28 * 40)], errors="return")
         assert isinstance(result, mmcache.PoolExhausted)
         assert "never fit" in result.reason
@@ -285,3 +288,31 @@ def test_timeout_is_bounded_and_leaks_nothing(tmp_path: Path) -> None:
             lease.release()
         client.encode([image(9, 448, 448)])[0].release()
         assert client.stats()["leases"]["active"] == 0
+
+
+def test_grants_that_nobody_read_end_with_the_close(sidecar: SidecarProcess) -> None:
+    """A request is given up after its grants were sent: the client has never seen those leases."""
+    with sidecar.connect() as observer:
+        observer.encode([image(1)])[0].release()
+        client = sidecar.connect()
+        core = client._core
+        pending = core.encode([0], [describe(image(1), 0, 1 << 20)], [client.key(image(1))], 5.0)
+        client._send_outbox(time.monotonic() + 5)
+        eventually(lambda: observer.stats()["leases"]["active"] == 1, "it was granted")
+        core.cancel(pending)
+        client.close()
+        eventually(lambda: observer.stats()["leases"] | {"strays": 0} == idle_leases(1), "the grant ended unread")
+
+
+def test_grants_that_come_late_are_released(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as client:
+        client.encode([image(1)])[0].release()
+        core = client._core
+        pending = core.encode([0], [describe(image(1), 0, 1 << 20)], [client.key(image(1))], 5.0)
+        core.cancel(pending)
+        client.stats()  # the grant arrives before this answer
+        assert client.stats()["leases"]["active"] == 0
+
+
+def idle_leases(connections: int) -> dict[str, int]:
+    return {"active": 0, "quarantined": 0, "connections": connections, "control_words": 16384, "strays": 0}

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,38 @@ def test_killed_client_loses_its_leases(sidecar: SidecarProcess) -> None:
         for lease in client.encode([image(seed) for seed in range(8)]):
             assert lease.origin == "pool"
             lease.release()
+
+
+def test_client_killed_during_traffic(sidecar: SidecarProcess) -> None:
+    """Killed while its bytes are asked for, decoded, encoded and granted: everything comes back."""
+    code = (
+        "import sys, itertools, mmcache\n"
+        "from tests.mmcache.support import image\n"
+        "client = mmcache.connect(sys.argv[1])\n"
+        "keep = []\n"
+        "for n in itertools.count(int(sys.argv[2])):\n"
+        "    keep += client.encode([image(8 * n + i, 280, 280) for i in range(8)], errors='return')[:2]\n"
+        "    print(n, flush=True)\n"
+    )
+    for turn in range(5):
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(sidecar.socket), str(1000 * turn)],
+            stdout=subprocess.PIPE, text=True, env=clean_environ(),
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(0.02 * turn)
+            process.kill()
+
+    def is_idle() -> bool:
+        stats = sidecar.stats()
+        busy = (stats["leases"]["active"], stats["pool"]["bytes_leased"], stats["ingest"]["bytes_used"])
+        return busy == (0, 0, 0) and stats["encode"]["queued"] == 0 and stats["leases"]["connections"] == 1
+
+    eventually(is_idle, "leases, extents and ingest slices come back")
+    with sidecar.connect() as client:
+        client.encode([image(7)])[0].release()
+    assert sidecar.stats()["errors"] == {}
 
 
 def test_forked_child_keeps_the_socket_of_a_dead_client(sidecar: SidecarProcess) -> None:

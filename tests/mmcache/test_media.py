@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmcache.errors import ImageTooLarge, ItemError, UndecodableImage, UnreadableItem, UnsupportedItem, UnsupportedMode
 from mmcache.keys import ContentKey, KeyHasher
-from mmcache.media import Media, describe
+from mmcache.media import ArrayHeader, Media, describe
 from mmcache.server.pixels import OpenedMedia
 from tests.mmcache.support import image
 
@@ -164,6 +164,7 @@ def test_garbage_headers(kind: str, header: bytes) -> None:
 def test_headers_are_the_same_in_every_release() -> None:
     """They are hashed into the keys: a change of a byte here needs a new key version."""
     assert describe(image(1), 0, LIMIT).header == b'{"dtype":"uint8","shape":[56,84,3]}'
+    assert ArrayHeader(shape=(56, 84, 3)).canonical() == describe(image(1), 0, LIMIT).header
     assert describe(b"abc", 0, LIMIT).header == b""
     palette = Image.new("P", (2, 1))
     palette.putpalette(b"\x00\xff\xfe")

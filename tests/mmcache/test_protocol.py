@@ -222,8 +222,8 @@ def test_false_acknowledgements_change_nothing(shared_sidecar: SidecarProcess) -
     with shared_sidecar.connect() as client, client.encode([image(2)])[0] as lease:
         expected = lease.numpy().copy()
         other = shared_sidecar.connect()
-        share = lease._live_share()
-        other._core.control.acknowledge(share.slot, share.generation)
+        token = lease._live_share().token
+        other._core.control.acknowledge(token >> 32, token & 0xFFFFFFFF)
         for slot in range(1, 100):
             other._core.control.acknowledge(slot, 77)
         assert client.stats()["leases"]["active"] >= 1

@@ -207,3 +207,19 @@ def test_another_model_does_not_get_the_old_embeddings(tmp_path: Path) -> None:
             assert lease.numpy().dtype == np.float32
             assert str(lease.tensor.dtype) == "torch.bfloat16"
             np.testing.assert_array_equal(lease.tensor.float().numpy(), lease.numpy())
+
+
+def test_packages_of_the_current_folder_are_not_imported(tmp_path: Path) -> None:
+    """Our packages have common names; a user's own folder of that name must not end up in a rank."""
+    for name in ("encoder", "ipc", "mmcache"):
+        (tmp_path / "project" / name).mkdir(parents=True)
+        (tmp_path / "project" / name / "__init__.py").write_text("raise RuntimeError('the wrong package')")
+    command = [str(Path(sys.executable).with_name("mmcache")), "serve", f"--state={tmp_path}/st"]
+    command += [f"--socket={tmp_path}/s", "--ranks=1", "--pool-bytes=1MiB", "--ingest-bytes=1MiB", "--store=none"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=clean_environ(), cwd=tmp_path / "project"
+    ) as process:
+        assert process.stdout is not None
+        assert " ready on " in process.stdout.readline()
+        process.terminate()
+    assert process.returncode == 0

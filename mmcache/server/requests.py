@@ -75,7 +75,7 @@ class Request:
     __slots__ = (
         "_errors", "_failed", "_flush_due", "_granted", "_need", "_reasons", "_timer",
         "_window", "connection", "deadline",
-        "holder", "keys", "open", "request_id", "window",
+        "holder", "keys", "open", "request_id",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, holder: Holder, request_id: int, keys: bytes, timeout_s: float) -> None:

@@ -188,11 +188,14 @@ class ClientCore:
 
     def acknowledge(self, token: int) -> None:
         """A share ends. A store into the control memory; where stores are not ordered, a message with the next call."""
+        if token not in self.live:
+            return
         try:
             self.live.remove(token)
-        except KeyError:
+        except KeyError:  # another thread was faster
             return
-        self.held.discard(token)
+        if self.held:
+            self.held.discard(token)
         self._acknowledge(token >> 32, token & 0xFFFFFFFF)
 
     def close(self) -> None:

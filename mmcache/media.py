@@ -128,22 +128,24 @@ def _described_path(item: str | os.PathLike[str], index: int, max_bytes: int) ->
 
 
 def _described_array(array: np.ndarray[Any, Any], what: str, index: int, max_bytes: int) -> Media:
-    shape = "×".join(map(str, array.shape)) or "()"
-    source = f"{what} {shape} {array.dtype}"
-    if array.dtype != np.uint8:
-        raise UnsupportedItem(
-            "pixels must be uint8, 0 to 255; convert floats of 0 to 1 by (x * 255).round().astype('uint8')",
-            index=index,
-            source=source,
-        )
-    if array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
-        chw = array.ndim == 3 and array.shape[0] == 3
-        hint = ": this looks like 3×H×W, move the channels last" if chw else ""
-        raise UnsupportedItem(f"pixels must have the shape H×W×3{hint}", index=index, source=source)
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
+        raise _wrong_array(array, what, index)
+    height, width, _ = array.shape
+    source = f"{what} {height}×{width}×3"
     _bounded(array.nbytes, index, source, max_bytes)
-    header = b'{"dtype":"uint8","shape":[%d,%d,3]}' % array.shape[:2]  # as ArrayHeader.canonical() has it
+    header = b'{"dtype":"uint8","shape":[%d,%d,3]}' % (height, width)  # as ArrayHeader.canonical() has it
     contiguous = np.ascontiguousarray(array)
     return Media(ARRAY, header, contiguous.data.cast("B"), contiguous.nbytes, source)
+
+
+def _wrong_array(array: np.ndarray[Any, Any], what: str, index: int) -> UnsupportedItem:
+    source = f"{what} {'×'.join(map(str, array.shape)) or '()'} {array.dtype}"
+    if array.dtype != np.uint8:
+        reason = "pixels must be uint8, 0 to 255; convert floats of 0 to 1 by (x * 255).round().astype('uint8')"
+        return UnsupportedItem(reason, index=index, source=source)
+    chw = array.ndim == 3 and array.shape[0] == 3
+    hint = ": this looks like 3×H×W, move the channels last" if chw else ""
+    return UnsupportedItem(f"pixels must have the shape H×W×3{hint}", index=index, source=source)
 
 
 def _described_tensor(tensor: Any, index: int, max_bytes: int) -> Media:

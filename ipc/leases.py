@@ -136,10 +136,12 @@ class Holder:
         if self.state is not _CONNECTED:
             raise BadTransition(f"holder {self.name} (pid {self.pid}) is {self.state.name}; it gets no shares")
         now = self._clock()
-        if not self._free:
-            self._add_slot()
+        if not self._free and len(self._shares) == self.control.num_words:
+            raise ControlExhausted(
+                f"holder {self.name} (pid {self.pid}) has {self.num_active} shares, one for every word"
+            )
         extent.share_granted(now)
-        slot = self._free.pop()
+        slot = self._free.pop() if self._free else self._new_slot()
         generation = self._generations[slot] = _next_generation(self._generations[slot])
         # A word written ahead of its grant acknowledges nothing.
         self.control.clear(slot)
@@ -208,13 +210,10 @@ class Holder:
         used = [share.slot for share in shares]
         assert sorted(free + used) == list(range(1, len(self._shares))), "a slot is lost, or free and used"
 
-    def _add_slot(self) -> None:
-        slot = len(self._shares)
-        if slot == self.control.num_words:
-            raise ControlExhausted(f"holder {self.name} (pid {self.pid}) has {slot - 1} shares, one for every word")
+    def _new_slot(self) -> int:
         self._shares.append(None)
         self._generations.append(0)
-        self._free.append(slot)
+        return len(self._shares) - 1
 
     def _match(self, slot: int, generation: int) -> Share | None:
         share = self._shares[slot] if 0 < slot < len(self._shares) else None

@@ -102,7 +102,7 @@ def test_digests_read_as_hex_and_back(kind: type[ContentKey] | type[Fingerprint]
     with pytest.raises(ValueError, match="16 bytes"):
         kind(b"short")
     for text in ("00" * 15, "zz" * 16, "0" * 30 + "  "):
-        with pytest.raises(ValueError, match="hex|16 bytes"):
+        with pytest.raises(ValueError, match=r"hex|16 bytes"):
             kind.from_hex(text)
 
 

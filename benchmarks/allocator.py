@@ -218,13 +218,14 @@ def speed(num_extents: int, leased: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer requests")
-    num_requests = 6_000 if parser.parse_args().quick else 100_000
+    is_quick = parser.parse_args().quick
+    num_requests, capacities_gib = (10_000, (1, 8)) if is_quick else (100_000, (1, 8, 32, 128))
     for leased in (LEASED, 0.0):
         speed(10_000, leased)
-    print(f"use of a full pool: {num_requests} requests or enough to fill it, {LEASED:.0%} of extents leased")
+    print(f"use of a full pool: {num_requests} requests, {LEASED:.0%} of extents leased, seed {SEED}")
     for sizes in ("common", "zipf"):
-        for capacity_bytes in (1 * GIB, 8 * GIB, 32 * GIB, 128 * GIB):
-            quality(capacity_bytes, num_requests, sizes)
+        for capacity_gib in capacities_gib:
+            quality(capacity_gib * GIB, num_requests, sizes)
 
 
 if __name__ == "__main__":

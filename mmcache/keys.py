@@ -140,14 +140,6 @@ def checksum(payload: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-def checksum_parts(parts: Iterable[Buffer]) -> int:
-    """The `checksum` of the parts joined, without joining them."""
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.intdigest()
-
-
 def store_key(fingerprint: Fingerprint, key: ContentKey) -> bytes:
     """What an embedding is called in a store: fingerprint, then content key; 32 bytes."""
     return bytes(fingerprint) + bytes(key)

@@ -6,39 +6,30 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import cast
 
-from encoder.sharding import assign
-from encoder.sizing import grid_thw, num_patches, num_tokens
-from ipc.errors import ControlExhausted, ExtentTooLarge
+from ipc.errors import ControlExhausted
 from ipc.pool import Extent
 from mmcache._version import __version__
 from mmcache.config import Settings
-from mmcache.errors import ContentMismatch, DeadlineExceeded, EncodeFailed, ItemError, PoolExhausted, TooManyLeases
-from mmcache.keys import ContentKey, Fingerprint, store_key
+from mmcache.errors import DeadlineExceeded, EncodeFailed, ItemError, PoolExhausted, TooManyLeases
+from mmcache.keys import Fingerprint
 from mmcache.protocol import GRANT_EXTENT, ORIGINS, PROTOCOL_VERSION, Welcome
-from mmcache.server.batcher import EncodeJob, RankLostError
 from mmcache.server.channel import Poller
 from mmcache.server.connection import Connection
-from mmcache.server.decoders import Decoders, Pixels, Supplied
+from mmcache.server.decoders import Decoders
 from mmcache.server.ingest import Ingest
+from mmcache.server.misses import MissPath
 from mmcache.server.ranks import ModelFacts, Rank, Ranks
 from mmcache.server.requests import Flight, Request
 from mmcache.server.stats import Stats, snapshot
-from mmcache.tiers.base import Entry
 from mmcache.tiers.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
-ENCODED, POOL, STORE = ORIGINS.index("encoded"), ORIGINS.index("pool"), ORIGINS.index("store")
+POOL = ORIGINS.index("pool")
 SWEEP_INTERVAL_S = 0.25
-ROOM_POLL_S = 0.001
-"""While requests wait for room, acknowledgements are looked for this often; nothing is polled otherwise."""
-
-
-class _Abandoned(Exception):
-    """Nobody waits for this flight any more."""
 
 
 class Coordinator:
@@ -62,9 +53,8 @@ class Coordinator:
         self._index: dict[bytes, Extent] = {}
         self._ranks_by_pool: dict[int, Rank] = {}
         self._flights: dict[bytes, Flight] = {}
-        self._room_turn = asyncio.Lock()
+        self._misses = MissPath(self)
         self._a_close = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def facts(self) -> ModelFacts:
@@ -110,7 +100,7 @@ class Coordinator:
         if misses:
             request.wait()
             if new := self._deduplicate(request, misses):
-                self._spawn(self._serve_misses(new), new)
+                self._misses.start(new)
         request.flush()
 
     def _look_up(self, request: Request) -> list[int]:
@@ -139,140 +129,7 @@ class Coordinator:
             flight.join(request, position)
         return new
 
-    async def _serve_misses(self, flights: Sequence[Flight]) -> None:
-        entries = await self.store.find([store_key(self.fingerprint, ContentKey(flight.key)) for flight in flights])
-        for flight, entry in zip(flights, entries, strict=True):
-            self._spawn(self._fly(flight, entry), [flight])
-
-    async def _fly(self, flight: Flight, entry: Entry | None) -> None:
-        try:
-            if entry is None or not await self._promote(flight, entry):
-                await self._encode(flight)
-        except ItemError as error:
-            flight.fail(error)
-        except _Abandoned:
-            pass
-        finally:
-            self._end(flight)
-
-    async def _promote(self, flight: Flight, entry: Entry) -> bool:
-        """Store to pool. False when the store's copy is of no use after all."""
-        tokens, dim = entry.shape
-        if dim != self.facts.dim or entry.dtype != self.facts.dtype:
-            return False
-        flight.stage = "read from the store"
-        part = await self.ingest.reserve(entry.nbytes)
-        try:
-            if not await self.store.read(entry, self.ingest.memory(part)):
-                return False
-            rank, extent = await self._place(flight, entry.nbytes, 0)
-            await rank.copy(part.offset, extent)
-        except RankLostError:
-            return False
-        finally:
-            self.ingest.free(part)
-        self.stats.hit_store += 1
-        self._publish(flight, rank, extent, entry.encode_seconds, (tokens, *entry.grid_thw), STORE)
-        return True
-
-    async def _encode(self, flight: Flight) -> None:
-        pixels = await self._pixels(flight)
-        try:
-            await self._encode_pixels(flight, pixels)
-        finally:
-            self.ingest.free(pixels.part)
-
-    async def _pixels(self, flight: Flight) -> Pixels:
-        """Ask one waiter after the other for the bytes until one sends those of the key."""
-        while True:
-            if not flight.waiters:
-                raise _Abandoned
-            request, position = flight.waiters[0]
-            async with request.window:
-                supplied = await self._supplied(flight, request, position)
-                if supplied is None:
-                    continue
-                flight.stage = "decoded"
-                try:
-                    return await self.decoders.decode(supplied, flight.key)
-                except ContentMismatch as error:
-                    flight.leave(request, position)
-                    request.fail(position, error)
-                finally:
-                    supplied.memory.release()
-
-    async def _supplied(self, flight: Flight, request: Request, position: int) -> Supplied | None:
-        """The bytes, or None when this waiter will not send them."""
-        if flight.waiters[:1] != [(request, position)]:
-            return None
-        flight.stage = "asked for from its client"
-        flight.supplied = self._loop.create_future()
-        request.ask(position)
-        return await flight.supplied
-
-    async def _encode_pixels(self, flight: Flight, pixels: Pixels) -> None:
-        grid = grid_thw(pixels.width, pixels.height, self.facts.processor)
-        patches = num_patches(grid)
-        tokens = num_tokens(grid, self.facts.processor.merge_size)
-        failure = EncodeFailed("the ranks died while encoding it")
-        for _ in range(2):
-            rank, extent = await self._place(flight, tokens * self.facts.token_bytes, patches)
-            flight.stage = "encoded"
-            job = EncodeJob(pixels, extent, patches, tokens, rank.cost.item_seconds(patches))
-            try:
-                seconds = await rank.batcher.submit(job)
-            except RankLostError:
-                continue
-            except EncodeFailed as error:
-                rank.pool.abandon(extent)
-                failure = error
-                continue
-            except ItemError:
-                rank.pool.abandon(extent)
-                raise
-            self.stats.encoded += 1
-            self.stats.encode_seconds += seconds
-            self._publish(flight, rank, extent, seconds, (tokens, *grid), ENCODED)
-            self._write_behind(rank, extent, (tokens, *grid))
-            return
-        raise failure
-
-    async def _place(self, flight: Flight, nbytes: int, patches: int) -> tuple[Rank, Extent]:
-        """Choose a rank and reserve room in its pool; whoever came first is served first.
-
-        Raises:
-            PoolExhausted: it could never fit.
-        """
-        flight.stage = "waiting for room in the pool"
-        flight.waits_for_room = True
-        try:
-            async with self._room_turn:
-                while flight.waiters:
-                    if (placed := self._try_place(nbytes, patches)) is not None:
-                        return placed
-                    self.stats.room_waits += 1
-                    self._sweep()
-                    await asyncio.sleep(ROOM_POLL_S)
-        finally:
-            flight.waits_for_room = False
-        raise _Abandoned
-
-    def _try_place(self, nbytes: int, patches: int) -> tuple[Rank, Extent] | None:
-        ranks = self.ranks.ready
-        if not ranks:
-            return None
-        cost_s = ranks[0].cost.item_seconds(patches)
-        (best,) = assign([cost_s], [rank.batcher.queued_s for rank in ranks])
-        for rank in (ranks[best], *ranks[:best], *ranks[best + 1 :]):
-            try:
-                extent = rank.pool.reserve(nbytes)
-            except ExtentTooLarge as error:
-                raise PoolExhausted(f"{error}; raise pool_bytes") from error
-            if extent is not None:
-                return rank, extent
-        return None
-
-    def _publish(
+    def publish(
         self, flight: Flight, rank: Rank, extent: Extent, seconds: float, shape: tuple[int, ...], origin: int
     ) -> None:
         """The bytes are complete and guarded: into the index, and to everyone who waits."""
@@ -298,18 +155,10 @@ class Coordinator:
             share = holder.grant(extent)
         request.grant(position, share, cast(bytes, extent.info), origin)
 
-    def _write_behind(self, rank: Rank, extent: Extent, shape: tuple[int, ...]) -> None:
-        assert extent.key is not None, "it was published"
-        rank.pool.pin(extent)
-        self.store.put_behind(
-            key=store_key(self.fingerprint, ContentKey(extent.key)),
-            shape=(shape[0], self.facts.dim),
-            dtype=self.facts.dtype,
-            grid_thw=(shape[1], shape[2], shape[3]),
-            encode_seconds=extent.cost_seconds,
-            payload=rank.payload(extent),
-            done=lambda: rank.pool.unpin(extent),
-        )
+    def end(self, flight: Flight) -> None:
+        """A flight is over: the next miss of its key starts a new one."""
+        if self._flights.get(flight.key) is flight:
+            del self._flights[flight.key]
 
     def late_error(self, flight: Flight) -> ItemError:
         """The error of a position that is still open at its deadline."""
@@ -324,27 +173,6 @@ class Coordinator:
         biggest = sorted(holders, key=lambda holder: holder.bytes_held, reverse=True)[:3]
         named = [f"{h.name} (pid {h.pid}): {h.num_active} leases, {h.bytes_held} bytes" for h in biggest]
         return "; ".join(named) or "nobody"
-
-    def _end(self, flight: Flight) -> None:
-        if self._flights.get(flight.key) is flight:
-            del self._flights[flight.key]
-
-    def _spawn(self, work: Coroutine[object, object, None], flights: Sequence[Flight]) -> None:
-        """Run a task. A fault of ours in it fails its flights at once instead of at their deadline."""
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if task.cancelled() or (fault := task.exception()) is None:
-                return
-            log.error("internal error", exc_info=fault)
-            self.stats.errors["Internal"] += 1
-            for flight in flights:
-                flight.fail(EncodeFailed(f"internal error: {fault!r}"))
-                self._end(flight)
-
-        task.add_done_callback(ended)
 
     def _pool_added(self, rank: Rank) -> None:
         self._ranks_by_pool[rank.pool_id] = rank
@@ -366,7 +194,8 @@ class Coordinator:
         if extent.key is not None and self._index.get(extent.key) is extent:
             del self._index[extent.key]
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """End the leases that clients acknowledged, and give back pools that nobody reads any more."""
         for connection in list(self.connections):
             connection.sweep()
         for rank in [rank for rank in self.retired if rank.pool.is_idle]:
@@ -374,12 +203,12 @@ class Coordinator:
             rank.close_pool()
 
     def _sweep_regularly(self) -> None:
-        self._sweep()
+        self.sweep()
         self._loop.call_later(SWEEP_INTERVAL_S, self._sweep_regularly)
 
     def snapshot(self) -> dict[str, object]:
         """The counters, current."""
-        self._sweep()
+        self.sweep()
         return snapshot(self)
 
     async def drain(self, timeout_s: float) -> None:
@@ -399,7 +228,6 @@ class Coordinator:
     async def stop(self) -> None:
         """End the processes and give the memory back."""
         await asyncio.gather(self.ranks.stop(2.0), self.decoders.stop(2.0))
-        for task in list(self._tasks):
-            task.cancel()
+        self._misses.cancel()
         await self.store.close()
         self.ingest.close()

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Stats:
-    """What the coordinator counts itself. Every position of every request ends in exactly one of the item counters.
+    """What the coordinator counts itself.
 
     `items`: positions asked for. `hit_pool`: granted at once. `joined`: waited for a flight that was under way.
-    `hit_store`, `encoded`: flights that ended so (one a key, however many positions waited). `errors`: by kind.
+    `hit_store`, `encoded`: flights that ended so: one a key, however many positions waited for it. `errors`: positions
+    that failed, by kind.
     `room_waits`: times an allocation found no room and looked again a millisecond later.
     """
 

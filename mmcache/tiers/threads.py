@@ -22,11 +22,6 @@ class Landing:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: bool = False
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the owner has taken it back."""
-        return self._closed
-
     def write(self, offset: int, source: memoryview) -> bool:
         """Copy without the GIL. Returns False, writing nothing, once the landing is closed."""
         with self._lock:

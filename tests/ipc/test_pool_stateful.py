@@ -61,7 +61,7 @@ class Client:
         return next((share for share in self.held if share.slot == slot), None)
 
 
-PICKS = st.integers(0, 7)
+PICKS = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4])  # so that rules often meet at one extent
 
 
 def pick(things: Sequence[T], index: int) -> T:
@@ -319,5 +319,5 @@ class PoolMachine(RuleBasedStateMachine):
 IS_SOAK = bool(os.environ.get("MMCACHE_SOAK"))
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(
-    max_examples=1000 if IS_SOAK else 120, stateful_step_count=200 if IS_SOAK else 60, deadline=None
+    max_examples=1000 if IS_SOAK else 200, stateful_step_count=200 if IS_SOAK else 60, deadline=None
 )

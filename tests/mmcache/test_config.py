@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from mmcache.config import Settings, default_socket, default_state, load_settings, parse_size
 from mmcache.errors import ConfigError
 
-HOME = {"HOME": "/home/someone"}
+HOME = {"HOME": "/users/someone"}
 
 
 def _config(folder: Path, text: str) -> Path:
@@ -23,7 +23,7 @@ def _config(folder: Path, text: str) -> Path:
 def test_defaults_are_resolved() -> None:
     settings = load_settings({}, HOME)
     assert (settings.device, settings.ranks, settings.dtype) == ("cpu", 2, "float32")
-    assert settings.state == Path("/home/someone/.local/state/mmcache")
+    assert settings.state == Path("/users/someone/.local/state/mmcache")
     assert settings.store_path == settings.state / "embeddings.lmdb"
     assert settings.socket == settings.state / "mmcache.sock"
     assert settings.pool_bytes == 512 << 20

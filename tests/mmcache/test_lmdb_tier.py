@@ -62,6 +62,23 @@ class TestLmdbTier(TierContract):
 
         self._run_damaged_read(tmp_path, shorten)
 
+    def test_a_cancelled_read_writes_nothing_once_its_thread_goes_on(self, tmp_path: Path) -> None:
+        async def test(tier: Tier) -> None:
+            assert isinstance(tier, LmdbTier)
+            entry, payload = make_entry(1)
+            await tier.put(entry, payload)
+            into = bytearray(entry.nbytes)
+            with tier._file._gate.exclusive():  # holds the thread before its transaction
+                task = asyncio.ensure_future(tier.read(entry, memoryview(into)))
+                await asyncio.sleep(0.01)
+                task.cancel()
+                await asyncio.wait([task])
+            await tier.close()  # waits for the thread
+            assert task.cancelled()
+            assert not any(into)
+
+        self.run(tmp_path, test)
+
 
 @contextmanager
 def _store(folder: Path, map_bytes: int = MAP_BYTES) -> Iterator[tuple[LmdbTier, asyncio.Runner]]:

@@ -120,18 +120,21 @@ class TierContract(ABC):
 
         self.run(tmp_path, test)
 
-    def test_putting_again_keeps_one_whole_entry(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("tokens", [(300, 100), (100, 300), (300, 300)])
+    def test_putting_again_keeps_one_whole_entry(self, tmp_path: Path, tokens: tuple[int, int]) -> None:
         async def test(tier: Tier) -> None:
-            old, payload = make_entry(1, tokens=300)
+            old, payload = make_entry(1, tokens[0])
             await tier.put(old, payload)
             await tier.put(old, payload)
             assert await read_back(tier, old) == payload
-            new, payload = make_entry(1, tokens=100, seed=1)
+            new, payload = make_entry(1, tokens[1], seed=1)
             await tier.put(new, payload)
             (found,) = await tier.find([new.key])
             assert found in {old, new}
-            assert await read_back(tier, found) is not None
             assert [await read_back(tier, entry) is not None for entry in (old, new)].count(True) == 1
+            assert await read_back(tier, found) is not None
+            assert await tier.find([new.key]) == [found]
+            assert tier.counters["damaged"] == 0
 
         self.run(tmp_path, test)
 

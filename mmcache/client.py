@@ -192,18 +192,18 @@ class Client:
         self, items: list[Item], start: int, results: list[Lease | ItemError | None], deadline: float
     ) -> int:
         """Encode as many items from `start` on as one request takes. Returns where the next one starts."""
-        core, nbytes, index = self._core, 0, start
+        limit, make_key = self._core.welcome.max_item_bytes, self._core.hasher.key
         places: list[int] = []
         media: list[Media] = []
         keys: list[ContentKey] = []
-        limit = core.welcome.max_item_bytes
+        nbytes, index = 0, start
         while index < len(items) and len(keys) < MAX_ITEMS and nbytes < WINDOW_BYTES:
             try:
                 item = describe(items[index], index, limit)
             except ItemError as error:
                 results[index] = error
             else:
-                keys.append(core.hasher.key(item.kind, item.header, item.raw))
+                keys.append(make_key(item.kind, item.header, item.raw))
                 media.append(item)
                 places.append(index)
                 nbytes += item.nbytes

@@ -26,13 +26,15 @@ from mmcache.lease import Lease, Share
 from mmcache.media import Media
 from mmcache.protocol import (
     ACKNOWLEDGEMENT,
+    ENCODE_HEAD,
     GRANT,
+    MAX_TIMEOUT_MS,
     ORIGINS,
     PROTOCOL_VERSION,
+    RESULTS_HEAD,
     Acknowledge,
     Bye,
     Cancel,
-    Encode,
     Frame,
     Hello,
     Kind,
@@ -40,9 +42,9 @@ from mmcache.protocol import (
     PoolAdded,
     PoolGone,
     Refused,
-    Results,
     StatsRequest,
     Supply,
+    Unsettled,
     Welcome,
     close_all,
     pack_frame,
@@ -74,16 +76,11 @@ class PendingEncode:
         """Whether every position is settled."""
         return self.num_open == 0
 
-    def settle(self, position: int, result: Lease | ItemError) -> None:
-        """A position has its result."""
-        assert self.results[position] is None, "a position is settled once"
-        self.results[position] = result
-        self.num_open -= 1
-
     def fail(self, position: int, kind: str, reason: str) -> None:
         """A position has its error."""
         index, source = self.places[position], self.media[position].source
-        self.settle(position, ITEM_ERRORS.get(kind, ItemError)(reason, index=index, source=source))
+        self.results[position] = ITEM_ERRORS.get(kind, ItemError)(reason, index=index, source=source)
+        self.num_open -= 1
 
 
 class ClientCore:
@@ -112,6 +109,8 @@ class ClientCore:
         self.live: set[int] = set()
         self.held: set[int] = set()
         self._late: deque[tuple[int, int]] = deque()
+        ordered = self.control.store_is_ordered
+        self._acknowledge = self.control.acknowledge if ordered else self._acknowledge_late
 
     @staticmethod
     def hello(name: str, namespace: str, pidfd: int) -> OutgoingFrame:
@@ -144,9 +143,10 @@ class ClientCore:
         self._last_request = (self._last_request + 1) & 0xFFFFFFFF
         pending = PendingEncode(self._last_request, places, media, keys)
         self._pending[pending.request_id] = pending
-        encode = Encode(request_id=pending.request_id, num_items=len(keys), timeout_ms=int(timeout_s * 1000))
-        self._flush_late()
-        self.outbox.append(pack_frame(Kind.ENCODE, encode, b"".join(keys)))
+        if self._late:
+            self._flush_late()
+        head = ENCODE_HEAD.pack(pending.request_id, min(int(timeout_s * 1000), MAX_TIMEOUT_MS))
+        self.outbox.append(pack_frame(Kind.ENCODE, None, b"".join((head, *keys))))
         return pending
 
     def cancel(self, pending: PendingEncode) -> None:
@@ -178,7 +178,7 @@ class ClientCore:
             return
         close_all(frame.fds)
         if frame.kind == Kind.RESULTS:
-            self._on_results(parse(Results, frame), frame.body)
+            self._on_results(frame)
         elif frame.kind == Kind.POOL_GONE:
             self._pools.pop(parse(PoolGone, frame).pool_id, None)
         elif frame.kind == Kind.STATS_REPLY:
@@ -188,8 +188,6 @@ class ClientCore:
 
     def acknowledge(self, token: int) -> None:
         """A share ends. A store into the control memory; where stores are not ordered, a message with the next call."""
-        if token not in self.live:
-            return
         try:
             self.live.remove(token)
         except KeyError:  # another thread was faster
@@ -206,37 +204,39 @@ class ClientCore:
         held = b"".join(ACKNOWLEDGEMENT.pack(token >> 32, token & 0xFFFFFFFF) for token in self.held)
         self.outbox.append(pack_frame(Kind.BYE, Bye(), held))
 
-    def _acknowledge(self, slot: int, generation: int) -> None:
-        if self.control.store_is_ordered:
-            self.control.acknowledge(slot, generation)
-        else:
-            self._late.append((slot, generation))
+    def _acknowledge_late(self, slot: int, generation: int) -> None:
+        self._late.append((slot, generation))
 
-    def _on_results(self, results: Results, grants: bytes) -> None:
-        pending = self._pending.get(results.request_id)
+    def _on_results(self, frame: Frame) -> None:
+        (request_id,) = RESULTS_HEAD.unpack_from(frame.body)
+        grants = frame.body[RESULTS_HEAD.size :]
+        pending = self._pending.get(request_id)
         if pending is None:
             for _, slot, generation, *_ in GRANT.iter_unpack(grants):
                 self._acknowledge(slot, generation)
             return
         self._on_grants(pending, grants)
-        for position, kind, reason in zip(results.failed, results.errors, results.reasons, strict=True):
-            pending.fail(position, kind, reason)
-        if results.need:
-            self._supply(pending, results.need)
+        if frame.header:
+            unsettled = parse(Unsettled, frame)
+            for position, kind, reason in zip(unsettled.failed, unsettled.errors, unsettled.reasons, strict=True):
+                pending.fail(position, kind, reason)
+            if unsettled.need:
+                self._supply(pending, unsettled.need)
         if pending.is_done:
-            self._pending.pop(results.request_id, None)
+            self._pending.pop(request_id, None)
 
     def _on_grants(self, pending: PendingEncode, grants: bytes) -> None:
-        keys, pools, add, pid = pending.keys, self._pools, self.live.add, self._pid
+        keys, results, pools, add, pid = pending.keys, pending.results, self._pools, self.live.add, self._pid
+        dtype, itemsize = self._dtype, self._itemsize
         for position, slot, generation, origin, pool_id, tokens, offset, nbytes, t, h, w in GRANT.iter_unpack(grants):
             token = slot << 32 | generation
             add(token)
             share = Share(self, token, pid)
-            dim = nbytes // (tokens * self._itemsize)
-            lease = Lease(
-                keys[position], pools[pool_id], offset, share, tokens, dim, self._dtype, (t, h, w), ORIGINS[origin]
+            dim = nbytes // (tokens * itemsize)
+            results[position] = Lease(
+                keys[position], pools[pool_id], offset, share, tokens, dim, dtype, (t, h, w), ORIGINS[origin]
             )
-            pending.settle(position, lease)
+        pending.num_open -= len(grants) // GRANT.size
 
     def _supply(self, pending: PendingEncode, positions: Sequence[int]) -> None:
         """Send the bytes of needed items, a memfd for as many of them as its bound allows."""

@@ -48,7 +48,7 @@ class Share:
 
     def acknowledge(self, _getpid: Any = os.getpid) -> None:
         """The last read is done. Twice is harmless."""
-        if _getpid() == self._pid:
+        if self.token in self._core.live and _getpid() == self._pid:
             self._core.acknowledge(self.token)
 
     __del__ = acknowledge

@@ -27,6 +27,7 @@ MAX_HEADER_BYTES = 4 << 20
 MAX_BODY_BYTES = 4 << 20
 MAX_DESCRIPTORS = 16
 MAX_ITEMS = 1024
+MAX_TIMEOUT_MS = (1 << 32) - 1
 
 ORIGINS = ("encoded", "pool", "host", "store")
 """Where an embedding came from, by the code in a grant record."""
@@ -40,6 +41,12 @@ GRANT_EXTENT = struct.Struct("<IIQQHHHxx")
 
 ACKNOWLEDGEMENT = struct.Struct("<II")
 """slot, generation."""
+
+ENCODE_HEAD = struct.Struct("<II")
+"""Start of an `ENCODE` body, which has no header: request id, timeout in milliseconds; then keys of 16 bytes."""
+
+RESULTS_HEAD = struct.Struct("<I")
+"""Start of a `RESULTS` body: request id; then grant records. The header is empty unless there is more to say."""
 
 
 class Kind(IntEnum):
@@ -138,18 +145,9 @@ class PoolGone(Message):
     pool_id: Uint32
 
 
-class Encode(Message):
-    """Keys of a request. Body: `num_items` content keys of 16 bytes."""
+class Unsettled(Message):
+    """The header of a `RESULTS` frame that has more than grants. `need`: positions whose bytes are asked for."""
 
-    request_id: Uint32
-    num_items: Annotated[int, Field(ge=1, le=MAX_ITEMS)]
-    timeout_ms: Annotated[int, Field(ge=0, le=86_400_000)]
-
-
-class Results(Message):
-    """What is settled of a request by now. Body: grant records. `need`: positions whose bytes the sidecar asks for."""
-
-    request_id: Uint32
     need: Positions = []
     failed: Positions = []
     errors: Annotated[list[str], Field(max_length=MAX_ITEMS)] = []
@@ -209,10 +207,10 @@ class OutgoingFrame:
 
 
 def pack_frame(
-    kind: Kind, message: Message, body: bytes = b"", fds: Sequence[int] = (), *, owned: bool = False
+    kind: Kind, message: Message | None, body: bytes = b"", fds: Sequence[int] = (), *, owned: bool = False
 ) -> OutgoingFrame:
-    """Serialise one frame. Defaults are left out of the header."""
-    header = message.__pydantic_serializer__.to_json(message, exclude_defaults=True)
+    """Serialise one frame. Defaults are left out of the header; without a message it is empty."""
+    header = message.__pydantic_serializer__.to_json(message, exclude_defaults=True) if message is not None else b""
     if len(header) > MAX_HEADER_BYTES or len(body) > MAX_BODY_BYTES or len(fds) > MAX_DESCRIPTORS:
         raise ProtocolError(f"{kind.name} frame too large: {len(header)} + {len(body)} bytes, {len(fds)} descriptors")
     prefix = PREFIX.pack(MAGIC, kind, len(fds), 0, len(header), len(body))
@@ -232,6 +230,19 @@ def parse(model: type[M], frame: Frame) -> M:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "header"
         raise ProtocolError(f"bad {model.__name__} frame: {where}: {first['msg']}") from None
+
+
+def parse_encode(frame: Frame) -> tuple[int, int, bytes]:
+    """Request id, timeout in milliseconds and keys of an `ENCODE` frame.
+
+    Raises:
+        ProtocolError: no keys, too many, or not whole ones.
+    """
+    num_items, rest = divmod(len(frame.body) - ENCODE_HEAD.size, KEY_BYTES)
+    if rest or not 1 <= num_items <= MAX_ITEMS or frame.header:
+        raise ProtocolError(f"ENCODE has {len(frame.body)} bytes of body: not 1 to {MAX_ITEMS} keys")
+    request_id, timeout_ms = ENCODE_HEAD.unpack_from(frame.body)
+    return request_id, timeout_ms, frame.body[ENCODE_HEAD.size :]
 
 
 class FrameReader:

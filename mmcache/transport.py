@@ -10,7 +10,7 @@ from collections.abc import Callable
 from mmcache.errors import ConnectionLost, ProtocolError
 from mmcache.protocol import MAX_DESCRIPTORS, Frame, FrameReader, OutgoingFrame, close_all
 
-RECEIVE_BYTES = 1 << 18
+RECEIVE_BYTES = 1 << 16
 ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
 
 

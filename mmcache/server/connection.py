@@ -17,13 +17,11 @@ from mmcache._version import __version__
 from mmcache.errors import ItemError, ProtocolError, ProtocolMismatch
 from mmcache.protocol import (
     ACKNOWLEDGEMENT,
-    KEY_BYTES,
     PROTOCOL_VERSION,
     Acknowledge,
     AnyHello,
     Bye,
     Cancel,
-    Encode,
     Frame,
     Hello,
     Kind,
@@ -36,6 +34,7 @@ from mmcache.protocol import (
     close_all,
     pack_frame,
     parse,
+    parse_encode,
 )
 from mmcache.server.channel import Channel
 from mmcache.server.decoders import SharedDescriptor, Supplied
@@ -176,16 +175,14 @@ class Connection:
         self._channel.close(str(error))
 
     def _on_encode(self, holder: Holder, frame: Frame) -> None:
-        close_all(frame.fds)
-        encode = parse(Encode, frame)
-        if len(frame.body) != encode.num_items * KEY_BYTES:
-            raise ProtocolError(f"{encode.num_items} keys do not fill {len(frame.body)} bytes")
-        if encode.request_id in self._requests:
-            raise ProtocolError(f"request {encode.request_id} is in flight already")
+        if frame.fds:
+            close_all(frame.fds)
+        request_id, timeout_ms, keys = parse_encode(frame)
+        if request_id in self._requests:
+            raise ProtocolError(f"request {request_id} is in flight already")
         if holder.num_active > SWEEP_ABOVE:
             holder.sweep()
-        request = Request(self, holder, encode.request_id, frame.body, encode.timeout_ms / 1000)
-        self._requests[encode.request_id] = request
+        request = self._requests[request_id] = Request(self, holder, request_id, keys, timeout_ms / 1000)
         self._coordinator.serve_batch(request)
 
     def _on_supply(self, frame: Frame) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Sequence
-from typing import cast
 
 from ipc.errors import ControlExhausted
 from ipc.pool import Extent
@@ -105,13 +104,19 @@ class Coordinator:
 
     def _look_up(self, request: Request) -> list[int]:
         """Grant every position that the pool has. Returns the others."""
-        find, grant, misses = self._index.get, self._grant, []
+        find, grant, send = self._index.get, request.holder.grant, request.send_grant
+        misses: list[int] = []
         for position, key in enumerate(request.keys):
             extent = find(key)
             if extent is None:
                 misses.append(position)
+                continue
+            try:
+                share = grant(extent)
+            except ControlExhausted:
+                self._grant(request, position, extent, POOL)
             else:
-                grant(request, position, extent, POOL)
+                send(position, share, extent, POOL)
         self.stats.hit_pool += len(request.keys) - len(misses)
         return misses
 
@@ -153,7 +158,7 @@ class Coordinator:
                 request.fail(position, TooManyLeases(f"{reason}; release some"))
                 return
             share = holder.grant(extent)
-        request.grant(position, share, cast(bytes, extent.info), origin)
+        request.send_grant(position, share, extent, origin)
 
     def end(self, flight: Flight) -> None:
         """A flight is over: the next miss of its key starts a new one."""

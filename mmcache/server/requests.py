@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmcache.errors import ItemError
-from mmcache.protocol import GRANT_HEAD, KEY_BYTES, Kind, Results, pack_frame
+from mmcache.protocol import GRANT_HEAD, KEY_BYTES, RESULTS_HEAD, Kind, Unsettled, pack_frame
 
 if TYPE_CHECKING:
     from ipc.leases import Holder, Share
+    from ipc.pool import Extent
     from mmcache.server.connection import Connection
     from mmcache.server.decoders import Supplied
 
@@ -82,10 +84,10 @@ class Request:
         self.connection = connection
         self.holder = holder
         self.request_id = request_id
-        self.keys = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+        self.keys: tuple[bytes, ...] = struct.unpack(f"{KEY_BYTES}s" * (len(keys) // KEY_BYTES), keys)
         self.open: dict[int, Flight] = {}
         self.deadline = asyncio.get_running_loop().time() + timeout_s
-        self._granted: list[bytes] = []
+        self._granted: list[Any] = []
         self._need: list[int] = []
         self._failed: list[int] = []
         self._errors: list[str] = []
@@ -100,11 +102,10 @@ class Request:
         self._window = self._window or asyncio.Semaphore(SUPPLY_WINDOW)
         return self._window
 
-    def grant(self, position: int, share: Share, extent: bytes, origin: int) -> None:
-        """A position has its lease. `extent`: its half of the record (`GRANT_EXTENT`)."""
-        self._granted.append(GRANT_HEAD.pack(position, share.slot, share.generation, origin))
-        self._granted.append(extent)
-        if self.open.pop(position, None) is not None:
+    def send_grant(self, position: int, share: Share, extent: Extent, origin: int) -> None:
+        """A position has its lease. The extent was published with its half of the record (`GRANT_EXTENT`)."""
+        self._granted += (GRANT_HEAD.pack(position, share.slot, share.generation, origin), extent.info)
+        if self.open and self.open.pop(position, None) is not None:
             self._flush_soon()
 
     def fail(self, position: int, error: ItemError) -> None:
@@ -124,14 +125,14 @@ class Request:
     def flush(self) -> None:
         """Send what is settled or asked for since the last time."""
         self._flush_due = False
-        if self._granted or self._failed or self._need:
-            results = Results(
-                request_id=self.request_id, need=self._need, failed=self._failed, errors=self._errors,
-                reasons=self._reasons,
-            )  # fmt: skip
-            self.connection.send(pack_frame(Kind.RESULTS, results, b"".join(self._granted)))
-            self._granted.clear()
+        more = None
+        if self._failed or self._need:
+            more = Unsettled(need=self._need, failed=self._failed, errors=self._errors, reasons=self._reasons)
             self._need, self._failed, self._errors, self._reasons = [], [], [], []
+        if self._granted or more is not None:
+            body = b"".join((RESULTS_HEAD.pack(self.request_id), *self._granted))
+            self._granted.clear()
+            self.connection.send(pack_frame(Kind.RESULTS, more, body))
         if not self.open:
             self._finish()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import Callable, Coroutine
@@ -56,6 +57,8 @@ async def _serve_until(
     loop = asyncio.get_running_loop()
     listener.listen()
     loop.add_reader(listener.fileno(), listener.accept, coordinator.accept)
+    gc.collect()
+    gc.freeze()  # what was imported and built so far stays: collections need not walk it
     announce(coordinator)
     await signals.stop.wait()
     log.info("stopping: finishing what is in flight; once more to stop at once")

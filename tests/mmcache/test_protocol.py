@@ -20,11 +20,9 @@ from mmcache.protocol import (
     MAX_BODY_BYTES,
     PREFIX,
     Cancel,
-    Encode,
     FrameReader,
     Hello,
     Kind,
-    Results,
     StatsRequest,
     Supply,
     pack_frame,
@@ -77,11 +75,11 @@ def test_bounds_are_checked_on_the_prefix(prefix: bytes) -> None:
 
 def test_headers_are_validated() -> None:
     reader = FrameReader()
-    reader.feed(PREFIX.pack(MAGIC, Kind.ENCODE, 0, 0, 2, 0) + b"{}")
+    reader.feed(PREFIX.pack(MAGIC, Kind.CANCEL, 0, 0, 2, 0) + b"{}")
     frame = reader.next_frame()
     assert frame is not None
     with pytest.raises(ProtocolError, match="request_id"):
-        parse(Encode, frame)
+        parse(Cancel, frame)
 
 
 def test_descriptors_stay_with_their_frames() -> None:
@@ -196,9 +194,12 @@ def test_hostile_frames_cut_off_their_sender(shared_sidecar: SidecarProcess, tmp
     plain = os.open(tmp_path, os.O_RDONLY)
     sealed, _ = sealed_copy("sealed", [b"abc"])
     cases: list[tuple[bytes, list[int]]] = [
-        (pack_frame(Kind.ENCODE, Encode(request_id=1, num_items=2, timeout_ms=1), b"k" * 16).data, []),
+        (pack_frame(Kind.ENCODE, None, bytes(8 + 17)).data, []),
+        (pack_frame(Kind.ENCODE, None, bytes(8)).data, []),
+        (pack_frame(Kind.ENCODE, None, b"").data, []),
+        (pack_frame(Kind.ENCODE, None, bytes(8 + 16 * 1025)).data, []),
         (pack_frame(Kind.WELCOME, StatsRequest()).data, []),
-        (pack_frame(Kind.RESULTS, Results(request_id=1)).data, []),
+        (pack_frame(Kind.RESULTS, None, bytes(4)).data, []),
         (pack_frame(Kind.ACKNOWLEDGE, StatsRequest(), b"123").data, []),
         (PREFIX.pack(MAGIC, 999, 0, 0, 0, 0), []),
         (supplied(0), [unsealed(4096)]),

@@ -54,12 +54,12 @@ def test_sixteen_clients_one_encode(tmp_path: Path) -> None:
 
 def test_a_dead_supplier_is_replaced(sidecar: SidecarProcess) -> None:
     """The client that was asked for the bytes closes instead: the next one that waits is asked."""
-    from mmcache.protocol import Encode, Kind, pack_frame
+    from mmcache.protocol import ENCODE_HEAD, Kind, pack_frame
 
     picture = image(2)
     silent = sidecar.connect()
     key = silent.key(picture)
-    silent._channel.send(pack_frame(Kind.ENCODE, Encode(request_id=1, num_items=1, timeout_ms=60_000), key))
+    silent._channel.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 60_000) + key))
     assert silent._channel.receive(None).kind == Kind.POOL_ADDED
     assert b'"need":[0]' in silent._channel.receive(None).header
     with sidecar.connect() as patient:

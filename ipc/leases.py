@@ -142,7 +142,7 @@ class Holder:
             )
         extent.share_granted(now)
         slot = self._free.pop() if self._free else self._new_slot()
-        generation = self._generations[slot] = _next_generation(self._generations[slot])
+        generation = self._generations[slot] = self._generations[slot] % GENERATION_MAX + 1  # never 0
         # A word written ahead of its grant acknowledges nothing.
         self.control.clear(slot)
         self._seen_words[slot] = 0
@@ -237,7 +237,3 @@ class Holder:
         if to not in HOLDER_TRANSITIONS[self.state]:
             raise BadTransition(f"holder {self.name} (pid {self.pid}): {self.state.name} to {to.name}")
         self.state = to
-
-
-def _next_generation(generation: int) -> int:
-    return generation + 1 if generation < GENERATION_MAX else 1

@@ -22,7 +22,7 @@ from mmcache.errors import (
     UnreadableItem,
 )
 from mmcache.keys import ContentKey, KeyHasher
-from mmcache.lease import Lease, Share
+from mmcache.lease import Lease
 from mmcache.media import Media
 from mmcache.protocol import (
     ACKNOWLEDGEMENT,
@@ -102,6 +102,7 @@ class ClientCore:
         self.stats_reply: bytes | None = None
         self._dtype = welcome.dtype
         self._itemsize = 2 if welcome.dtype == "bfloat16" else 4
+        self._getpid = os.getpid  # also there when the interpreter goes down
         self._pid = os.getpid()
         self._pools: dict[int, ReadOnlyRegion] = {}
         self._pending: dict[int, PendingEncode] = {}
@@ -111,6 +112,11 @@ class ClientCore:
         self._late: deque[tuple[int, int]] = deque()
         ordered = self.control.store_is_ordered
         self._acknowledge = self.control.acknowledge if ordered else self._acknowledge_late
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this process opened the connection; a forked child must not acknowledge its parent's shares."""
+        return self._getpid() == self._pid
 
     @staticmethod
     def hello(name: str, namespace: str, pidfd: int) -> OutgoingFrame:
@@ -188,6 +194,8 @@ class ClientCore:
 
     def acknowledge(self, token: int) -> None:
         """A share ends. A store into the control memory; where stores are not ordered, a message with the next call."""
+        if token not in self.live or not self.is_mine:
+            return
         try:
             self.live.remove(token)
         except KeyError:  # another thread was faster
@@ -226,15 +234,14 @@ class ClientCore:
             self._pending.pop(request_id, None)
 
     def _on_grants(self, pending: PendingEncode, grants: bytes) -> None:
-        keys, results, pools, add, pid = pending.keys, pending.results, self._pools, self.live.add, self._pid
+        keys, results, pools, add = pending.keys, pending.results, self._pools, self.live.add
         dtype, itemsize = self._dtype, self._itemsize
         for position, slot, generation, origin, pool_id, tokens, offset, nbytes, t, h, w in GRANT.iter_unpack(grants):
             token = slot << 32 | generation
             add(token)
-            share = Share(self, token, pid)
             dim = nbytes // (tokens * itemsize)
             results[position] = Lease(
-                keys[position], pools[pool_id], offset, share, tokens, dim, dtype, (t, h, w), ORIGINS[origin]
+                self, token, keys[position], pools[pool_id], offset, tokens, dim, dtype, (t, h, w), ORIGINS[origin]
             )
         pending.num_open -= len(grants) // GRANT.size
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,39 +18,16 @@ if TYPE_CHECKING:
 
 
 class Share:
-    """This process's share of an extent; whatever lies over the extent's memory keeps it alive.
+    """What views of an embedding keep alive. Acknowledges when the last of them dies, if nobody did before."""
 
-    Acknowledges when the last reference to it dies, if nobody did before. In a forked child it does nothing, since the
-    share is the parent's.
-    """
+    __slots__ = ("_core", "_token")
 
-    __slots__ = ("_core", "_pid", "token")
-
-    def __init__(self, core: ClientCore, token: int, pid: int) -> None:
+    def __init__(self, core: ClientCore, token: int) -> None:
         self._core = core
-        self._pid = pid
-        self.token = token
+        self._token = token
 
-    @property
-    def is_live(self) -> bool:
-        """Whether it is not acknowledged yet."""
-        return self.token in self._core.live
-
-    @property
-    def is_held(self) -> bool:
-        """Whether only the death of its memory acknowledges it."""
-        return self.token in self._core.held
-
-    def hold(self) -> None:
-        """Leave the acknowledging to the death of its memory."""
-        self._core.held.add(self.token)
-
-    def acknowledge(self, _getpid: Any = os.getpid) -> None:
-        """The last read is done. Twice is harmless."""
-        if self.token in self._core.live and _getpid() == self._pid:
-            self._core.acknowledge(self.token)
-
-    __del__ = acknowledge
+    def __del__(self) -> None:
+        self._core.acknowledge(self._token)
 
 
 class Lease:
@@ -69,20 +45,25 @@ class Lease:
         dtype: "float32" or "bfloat16".
     """
 
-    __slots__ = ("_offset", "_region", "_share", "dim", "dtype", "grid_thw", "key", "num_tokens", "origin")
+    __slots__ = (
+        "_core", "_offset", "_region", "_share", "_token", "dim", "dtype", "grid_thw", "key", "num_tokens", "origin",
+    )  # fmt: skip
 
     def __init__(
         self,
+        core: ClientCore,
+        token: int,
         key: ContentKey,
         region: ReadOnlyRegion,
         offset: int,
-        share: Share,
         num_tokens: int,
         dim: int,
         dtype: str,
         grid_thw: tuple[int, int, int],
         origin: str,
     ) -> None:
+        self._core: ClientCore | None = core
+        self._token = token
         self.key = key
         self.grid_thw = grid_thw
         self.origin = origin
@@ -91,7 +72,7 @@ class Lease:
         self.dtype = dtype
         self._region = region
         self._offset = offset
-        self._share: Share | None = share
+        self._share: Share | None = None  # made with the first view
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +82,7 @@ class Lease:
     @property
     def is_released(self) -> bool:
         """Whether the lease was released, by itself or by the client's close."""
-        return self._share is None or not self._share.is_live
+        return self._core is None or self._token not in self._core.live
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -112,7 +93,7 @@ class Lease:
         """
         import torch
 
-        view = self._region.view(self._offset, self.nbytes, self._live_share(), writable_flag=True)
+        view = self._region.view(self._offset, self.nbytes, self._owner(), writable_flag=True)
         flat = torch.from_numpy(view).view(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32)
         return flat.view(self.num_tokens, self.dim)
 
@@ -122,7 +103,7 @@ class Lease:
         Raises:
             LeaseReleased: after the release.
         """
-        view = self._region.view(self._offset, self.nbytes, self._live_share())
+        view = self._region.view(self._offset, self.nbytes, self._owner())
         if self.dtype == "bfloat16":
             wide = view.view(np.uint16).astype(np.uint32)
             wide <<= 16
@@ -141,18 +122,25 @@ class Lease:
             LeaseReleased: after the release.
         """
         tensor = self.tensor
-        self._live_share().hold()
+        self._live_core().held.add(self._token)
         return tensor
 
     def release(self) -> None:
         """The last read is done: the extent may be reused. Twice is harmless."""
-        share, self._share = self._share, None
-        if share is not None and not share.is_held:
-            share.acknowledge()
+        core, self._core, self._share = self._core, None, None
+        if core is not None and self._token not in core.held:
+            core.acknowledge(self._token)
 
-    def _live_share(self) -> Share:
-        if self._share is None or not self._share.is_live:
+    def _live_core(self) -> ClientCore:
+        if self._core is None or self._token not in self._core.live:
             raise LeaseReleased(f"the lease on {str(self.key)[:12]} was released; take views before, or hold() one")
+        return self._core
+
+    def _owner(self) -> Share:
+        if self._share is None:
+            self._share = Share(self._live_core(), self._token)
+        else:
+            self._live_core()
         return self._share
 
     def __enter__(self) -> Self:
@@ -166,6 +154,11 @@ class Lease:
         return f"<Lease {str(self.key)[:12]} [{self.num_tokens}, {self.dim}] {self.dtype} {self.origin}{state}>"
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
-        share: Share | None = getattr(self, "_share", None)
-        if share is not None and share.is_live and not share.is_held:
+        core: ClientCore | None = getattr(self, "_core", None)
+        if core is None or self._token not in core.live or self._token in core.held or not core.is_mine:
+            return
+        try:
             _warn(f"{self!r} was dropped unreleased", ResourceWarning, source=self, stacklevel=1)
+        finally:  # also where warnings are errors
+            if self._share is None:
+                core.acknowledge(self._token)

@@ -209,6 +209,16 @@ def test_dropped_lease_warns_and_outlives_in_its_tensor(sidecar: SidecarProcess)
         assert client.stats()["leases"]["active"] == 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_dropped_lease_acknowledges_where_warnings_are_errors(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as client, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (lease,) = client.encode([image(1)])
+        del lease
+        gc.collect()
+        assert client.stats()["leases"]["active"] == 0
+
+
 def test_hold_acknowledges_when_the_storage_dies(sidecar: SidecarProcess) -> None:
     with sidecar.connect() as client:
         (lease,) = client.encode([image(1)])

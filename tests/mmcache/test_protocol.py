@@ -223,7 +223,7 @@ def test_false_acknowledgements_change_nothing(shared_sidecar: SidecarProcess) -
     with shared_sidecar.connect() as client, client.encode([image(2)])[0] as lease:
         expected = lease.numpy().copy()
         other = shared_sidecar.connect()
-        token = lease._live_share().token
+        token = lease._token
         other._core.control.acknowledge(token >> 32, token & 0xFFFFFFFF)
         for slot in range(1, 100):
             other._core.control.acknowledge(slot, 77)

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -105,7 +105,7 @@ class Client:
 
     @property
     def dtype(self) -> str:
-        """ "float32" or "bfloat16"."""
+        """Of the embeddings: "float32" or "bfloat16"."""
         return self._core.welcome.dtype
 
     def key(self, item: Item) -> ContentKey:
@@ -129,13 +129,12 @@ class Client:
         """
         if errors not in ("raise", "return"):
             raise ValueError(f'errors must be "raise" or "return", got {errors!r}')
-        if isinstance(items, str | bytes | bytearray | os.PathLike):
+        if isinstance(items, str | bytes | bytearray | os.PathLike) or getattr(items, "ndim", 0) == 3:
             raise TypeError(f"items must be a list of items; for one {type(items).__name__} give [item]")
         items = list(items)
         results: list[Lease | ItemError | None] = [None] * len(items)
-        with self._turn:
-            self._check_usable()
-            self._encode_windows(items, results, time.monotonic() + self._timeout_s)
+        with self._call() as deadline:
+            self._encode_windows(items, results, deadline)
         settled = cast("list[Lease | ItemError]", results)
         if errors == "raise" and any(isinstance(result, ItemError) for result in settled):
             raise EncodeError(settled)
@@ -145,10 +144,9 @@ class Client:
         """The sidecar's counters, nested. One round trip."""
         import json
 
-        with self._turn:
-            self._check_usable()
+        with self._call() as deadline:
             self._core.ask_stats()
-            self._exchange(lambda: self._core.stats_reply is not None, time.monotonic() + self._timeout_s)
+            self._exchange(lambda: self._core.stats_reply is not None, deadline)
             return cast("dict[str, Any]", json.loads(self._core.stats_reply or b"{}"))
 
     def close(self) -> None:
@@ -160,11 +158,9 @@ class Client:
             return
         with self._turn:
             self._is_closed = True
-            self._core.close()
+            self._core.release_all()
             if self._lost is None:
-                # If it fails, the coordinator learns of the leases from the control memory, or is gone.
-                with contextlib.suppress(RequestTimeout, ConnectionLost):
-                    self._send_outbox(time.monotonic() + 1.0)
+                self._say_goodbye()
             self._channel.close()
 
     def __enter__(self) -> Self:
@@ -227,17 +223,33 @@ class Client:
             raise
         return pending
 
-    def _exchange(self, is_done: Any, deadline: float) -> None:
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[float]:
+        """One thread's turn; gives its deadline."""
+        deadline = time.monotonic() + self._timeout_s
+        if not self._turn.acquire(timeout=self._timeout_s):
+            raise RequestTimeout(f"another thread's call took all of {self._timeout_s:g} s")
+        try:
+            self._check_usable()
+            yield deadline
+        finally:
+            self._turn.release()
+
+    def _exchange(self, is_done: Callable[[], bool], deadline: float) -> None:
         """Send what waits and receive until `is_done`."""
         self._send_outbox(deadline)
         while not is_done():
             try:
-                frame = self._channel.receive(deadline)
+                self._core.receive(self._channel.receive(deadline))
             except TimeoutError:
                 raise RequestTimeout(f"no answer from {self._path} within {self._timeout_s:g} s") from None
             except (ConnectionLost, ProtocolError) as error:
                 raise self._lose(str(error)) from error
-            self._core.receive(frame)
+            except BaseException:
+                # What was read may be lost with the interruption. The leases stay, and acknowledge without the socket.
+                self._say_goodbye()
+                self._lose("a call was interrupted")
+                raise
             if self._core.outbox:
                 self._send_outbox(deadline)
 
@@ -246,16 +258,27 @@ class Client:
         while outbox:
             try:
                 self._channel.send(outbox.popleft(), deadline)
-            except TimeoutError:
-                # A frame may have gone in part: the stream is of no use any more.
-                self._lose("a call timed out while sending")
-                raise RequestTimeout(f"{self._path} took nothing within {self._timeout_s:g} s") from None
             except ConnectionLost as error:
                 raise self._lose(str(error)) from error
+            except BaseException as error:
+                # A frame may have gone in part: the stream is of no use any more.
+                self._lose("a call ended while sending")
+                if isinstance(error, TimeoutError):
+                    raise RequestTimeout(f"{self._path} took nothing within {self._timeout_s:g} s") from None
+                raise
+
+    def _say_goodbye(self) -> None:
+        """Tell which leases go on. If it fails, the coordinator learns the rest from this process's death."""
+        self._core.say_goodbye()
+        with contextlib.suppress(RequestTimeout, ConnectionLost):
+            self._send_outbox(time.monotonic() + 1.0)
 
     def _lose(self, reason: str) -> ConnectionLost:
         self._lost = reason
         self._channel.close()
+        for frame in self._core.outbox:
+            frame.discard()
+        self._core.outbox.clear()
         return ConnectionLost(f"the sidecar at {self._path} went away: {reason}; connect again")
 
     def _check_usable(self) -> None:

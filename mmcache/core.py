@@ -100,6 +100,7 @@ class ClientCore:
         os.close(control_fd)
         self.outbox: deque[OutgoingFrame] = deque()
         self.stats_reply: bytes | None = None
+        self._num_stats_due = 0
         self._dtype = welcome.dtype
         self._itemsize = 2 if welcome.dtype == "bfloat16" else 4
         self._getpid = os.getpid  # also there when the interpreter goes down
@@ -166,6 +167,7 @@ class ClientCore:
     def ask_stats(self) -> None:
         """Ask for the counters."""
         self.stats_reply = None
+        self._num_stats_due += 1
         self.outbox.append(pack_frame(Kind.STATS, StatsRequest()))
 
     def receive(self, frame: Frame) -> None:
@@ -188,7 +190,8 @@ class ClientCore:
         elif frame.kind == Kind.POOL_GONE:
             self._pools.pop(parse(PoolGone, frame).pool_id, None)
         elif frame.kind == Kind.STATS_REPLY:
-            self.stats_reply = frame.body
+            self._num_stats_due -= 1  # an earlier call may have given up before its answer came
+            self.stats_reply = frame.body if self._num_stats_due == 0 else None
         else:
             raise ProtocolError(f"frame of kind {frame.kind} does not belong here")
 
@@ -204,13 +207,16 @@ class ClientCore:
             self.held.discard(token)
         self._acknowledge(token >> 32, token & 0xFFFFFFFF)
 
-    def close(self) -> None:
-        """Acknowledge every share but held ones, those too that are still on the way, and say goodbye."""
+    def release_all(self) -> None:
+        """Acknowledge every share but held ones."""
         for token in self.live - self.held:
             self.acknowledge(token)
+
+    def say_goodbye(self) -> None:
+        """No more calls. Shares that are live go on; all others have ended, those too that are still on the way."""
         self._flush_late()
-        held = b"".join(ACKNOWLEDGEMENT.pack(token >> 32, token & 0xFFFFFFFF) for token in self.held)
-        self.outbox.append(pack_frame(Kind.BYE, Bye(), held))
+        live = b"".join(ACKNOWLEDGEMENT.pack(token >> 32, token & 0xFFFFFFFF) for token in self.live)
+        self.outbox.append(pack_frame(Kind.BYE, Bye(), live))
 
     def _acknowledge_late(self, slot: int, generation: int) -> None:
         self._late.append((slot, generation))

@@ -205,6 +205,12 @@ class OutgoingFrame:
     fds: Sequence[int] = ()
     owned: bool = False
 
+    def discard(self) -> None:
+        """It was sent, or never will be: close the descriptors that are its own. Twice is harmless."""
+        if self.owned:
+            self.owned = False
+            close_all(self.fds)
+
 
 def pack_frame(
     kind: Kind, message: Message | None, body: bytes = b"", fds: Sequence[int] = (), *, owned: bool = False

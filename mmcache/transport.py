@@ -65,8 +65,7 @@ class BlockingChannel:
         except OSError as error:
             raise ConnectionLost(f"the connection broke while sending: {error.strerror}") from error
         finally:
-            if frame.owned:
-                close_all(frame.fds)
+            frame.discard()
 
     def receive(self, deadline: float | None = None) -> Frame:
         """Wait for the next frame.

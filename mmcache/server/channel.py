@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from mmcache.errors import ProtocolError
-from mmcache.protocol import Frame, FrameReader, OutgoingFrame, close_all
+from mmcache.protocol import Frame, FrameReader, OutgoingFrame
 from mmcache.transport import receive_once, rights
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Channel:
     def send(self, frame: OutgoingFrame) -> None:
         """Send now what the socket takes and the rest when it can. On a closed channel the frame is dropped."""
         if not self.is_open:
-            self._forget(frame)
+            frame.discard()
             return
         if not self._pending and self._write(frame):
             return
@@ -103,7 +103,7 @@ class Channel:
         self._sock.close()
         self._reader.close()
         for frame in self._pending:
-            self._forget(frame)
+            frame.discard()
         self._pending.clear()
         self._on_close(reason)
 
@@ -138,9 +138,9 @@ class Channel:
         except OSError as error:
             # Closed later: whoever is sending does not expect to be told in the middle of it.
             asyncio.get_running_loop().call_soon(self.close, f"the connection broke: {error.strerror}")
-            self._forget(frame)
+            frame.discard()
             return True
-        self._forget(frame)
+        frame.discard()
         frame.fds = ()
         if sent == len(frame.data):
             return True
@@ -157,9 +157,3 @@ class Channel:
             self._pending.popleft()
         if self.is_open:
             self._poller.want_write(self._sock.fileno(), False)
-
-    @staticmethod
-    def _forget(frame: OutgoingFrame) -> None:
-        if frame.owned:
-            close_all(frame.fds)
-            frame.owned = False

@@ -52,22 +52,27 @@ class Listener:
         self._socket.setblocking(False)
         self._socket.listen(BACKLOG)
 
+    @property
+    def is_listening(self) -> bool:
+        """Whether clients are queued."""
+        return self._socket is not None
+
     def fileno(self) -> int:
         """Descriptor to wait on for clients."""
         assert self._socket is not None, "it listens"
         return self._socket.fileno()
 
-    def accept(self, take: Callable[[socket.socket], None]) -> None:
-        """Hand every waiting client of this user to `take`; refuse others."""
+    def accept(self, take: Callable[[socket.socket], None]) -> bool:
+        """Hand every waiting client of this user to `take`; refuse others. False when it could not accept one."""
         assert self._socket is not None, "it listens"
         while True:
             try:
                 client, _ = self._socket.accept()
             except BlockingIOError:
-                return
+                return True
             except OSError as error:
                 log.error("a client could not be accepted: %s", error.strerror)
-                return
+                return False
             _, uid = peer_of(client)
             if uid == os.geteuid():
                 take(client)

@@ -14,7 +14,7 @@ from encoder.sharding import CostModel
 from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion
 from ipc.pool import Extent, Pool
 from mmcache.config import Settings
-from mmcache.errors import CheckpointError, ConfigError, MMCacheError
+from mmcache.errors import CheckpointError, MMCacheError, SidecarError
 from mmcache.keys import Fingerprint, fingerprint
 from mmcache.protocol import Frame, Kind, close_all, pack_frame, parse
 from mmcache.server.batcher import Batcher, RankLostError
@@ -106,7 +106,7 @@ class Rank:
             self._copies.pop(parse(Copied, frame).copy_id).set_result(None)
         elif frame.kind == Kind.START_FAILED:
             failed = parse(StartFailed, frame)
-            kind = CheckpointError if failed.error == "CheckpointError" else ConfigError
+            kind = CheckpointError if failed.error == CheckpointError.__name__ else SidecarError
             self.failure = kind(f"rank {self.index} cannot start: {failed.reason}")
 
     def _on_exit(self, reason: str) -> None:
@@ -158,7 +158,7 @@ class Ranks:
         """Start every rank and wait until all are warm.
 
         Raises:
-            CheckpointError, ConfigError: a rank cannot start; the message says why.
+            CheckpointError, SidecarError: a rank cannot start; the message says why.
         """
         for index in range(len(self._slots)):
             self._spawn(index)
@@ -203,7 +203,7 @@ class Ranks:
             return
         why = str(rank.failure) if rank.failure is not None else reason
         if not self._started.done():
-            self._started.set_exception(rank.failure or ConfigError(f"rank {rank.index} cannot start: {reason}"))
+            self._started.set_exception(rank.failure or SidecarError(f"rank {rank.index} cannot start: {reason}"))
             return
         deaths = self._deaths_in_a_row[rank.index]
         delay_s = RESTART_DELAYS_S[min(deaths, len(RESTART_DELAYS_S) - 1)]

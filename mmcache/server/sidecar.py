@@ -22,12 +22,14 @@ from mmcache.transport import raise_descriptor_limit
 
 log = logging.getLogger(__name__)
 
+ACCEPT_PAUSE_S = 0.5
+
 
 def run(settings: Settings, announce: Callable[[Coordinator], None]) -> None:
     """Serve until SIGTERM or SIGINT. `announce` is called when a request would succeed.
 
     Raises:
-        ConfigError, CheckpointError, SidecarRunning: it cannot start.
+        ConfigError, CheckpointError, SidecarError: it cannot start.
     """
     raise_descriptor_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -54,17 +56,29 @@ async def _serve_until(
 ) -> None:
     if not await signals.before(coordinator.start()):
         return
-    loop = asyncio.get_running_loop()
     listener.listen()
-    loop.add_reader(listener.fileno(), listener.accept, coordinator.accept)
+    _accept_from(listener, coordinator)
     gc.collect()
     gc.freeze()  # what was imported and built so far stays: collections need not walk it
     announce(coordinator)
     await signals.stop.wait()
     log.info("stopping: finishing what is in flight; once more to stop at once")
-    loop.remove_reader(listener.fileno())
+    asyncio.get_running_loop().remove_reader(listener.fileno())
     listener.stop()
     await signals.before(coordinator.drain(coordinator.settings.drain_timeout_s), num_signals=2)
+
+
+def _accept_from(listener: Listener, coordinator: Coordinator) -> None:
+    """Accept clients as they come; after a failure (no descriptor is left) not at once again, or it would spin."""
+    loop = asyncio.get_running_loop()
+
+    def accept() -> None:
+        if listener.is_listening and not listener.accept(coordinator.accept):
+            loop.remove_reader(listener.fileno())
+            loop.call_later(ACCEPT_PAUSE_S, _accept_from, listener, coordinator)
+
+    if listener.is_listening:
+        loop.add_reader(listener.fileno(), accept)
 
 
 def _store(settings: Settings) -> TieredStore:

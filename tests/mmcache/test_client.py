@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -263,8 +264,9 @@ def test_namespaces_do_not_share(sidecar: SidecarProcess) -> None:
 
 
 def test_wrong_calls(client: mmcache.Client, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"give \[item\]"):
-        client.encode("picture.jpg")
+    for item in ("picture.jpg", b"jpeg", image(1), torch.from_numpy(image(1))):
+        with pytest.raises(TypeError, match=r"give \[item\]"):
+            client.encode(item)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='"raise" or "return"'):
         client.encode([], errors="ignore")  # type: ignore[arg-type]
     with pytest.raises(mmcache.SidecarUnavailable, match="no such socket"):
@@ -326,3 +328,56 @@ def test_grants_that_come_late_are_released(sidecar: SidecarProcess) -> None:
 
 def idle_leases(connections: int) -> dict[str, int]:
     return {"active": 0, "quarantined": 0, "connections": connections, "control_words": 16384, "strays": 0}
+
+
+def test_an_interrupted_call_leaks_nothing_and_costs_the_connection(sidecar: SidecarProcess) -> None:
+    """Ctrl-C while the sidecar works: what was granted goes on, what is on its way ends."""
+    with sidecar.connect() as observer, sidecar.connect() as client:
+        (lease,) = client.encode([image(1)])
+        expected = lease.numpy().copy()
+
+        def interrupt(number: int, frame: object) -> None:
+            raise KeyboardInterrupt
+
+        pictures = [image(seed, 840, 1120) for seed in range(100, 140)]
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                client.encode(pictures)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        with pytest.raises(mmcache.ConnectionLost, match="interrupted"):
+            client.encode([image(2)])
+        np.testing.assert_array_equal(lease.numpy(), expected)
+        eventually(lambda: observer.stats()["leases"]["active"] == 1, "only the lease in hand goes on")
+        lease.release()
+        eventually(lambda: observer.stats()["leases"] == idle_leases(1), "it is acknowledged without the socket")
+
+
+def test_threads_take_turns_within_their_timeout(sidecar: SidecarProcess) -> None:
+    with sidecar.connect(timeout=0.5) as client, client._turn, pytest.raises(mmcache.RequestTimeout, match="thread"):
+        client.stats()
+
+
+def test_a_frozen_sidecar_is_a_timeout_and_then_goes_on(sidecar: SidecarProcess) -> None:
+    with sidecar.connect(timeout=0.5) as client:
+        sidecar.send_signal(signal.SIGSTOP)
+        try:
+            for _ in range(2):
+                with pytest.raises(mmcache.RequestTimeout):
+                    client.stats()
+                with pytest.raises(mmcache.RequestTimeout):
+                    client.encode([image(1)])
+        finally:
+            sidecar.send_signal(signal.SIGCONT)
+        eventually(lambda: works(client), "it goes on")
+        assert client.stats()["leases"]["active"] == 0
+
+
+def works(client: mmcache.Client) -> bool:
+    try:
+        client.encode([image(2)])[0].release()
+    except mmcache.RequestTimeout:
+        return False
+    return True

@@ -32,6 +32,7 @@ from mmcache.transport import BlockingChannel
 __all__ = ["Client", "Lease", "connect"]
 
 DEFAULT_TIMEOUT_S = 60.0
+MAX_TIMEOUT_S = 1_000_000
 WINDOW_BYTES = 256 << 20
 """Items are read and hashed up to this many bytes ahead, so that a long list of files is never in memory at once."""
 SERVER_MARGIN_S = 0.25
@@ -77,14 +78,15 @@ class Client:
         namespace: str = "",
         name: str | None = None,
     ) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
+        if not 0 < timeout <= MAX_TIMEOUT_S:
+            raise ValueError(f"timeout must be positive and at most {MAX_TIMEOUT_S} seconds, got {timeout}")
         self._path = Path(socket) if socket is not None else default_socket(os.environ)
         self._timeout_s = timeout
         self._pid = os.getpid()
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # a signal handler or a finalizer may close in the middle of a call
         self._lost: str | None = None
         self._is_closed = False
+        self._is_in_call = False
         deadline = time.monotonic() + timeout
         self._channel = BlockingChannel(_connected(self._path, deadline))
         try:
@@ -158,10 +160,13 @@ class Client:
             return
         with self._turn:
             self._is_closed = True
-            self._core.release_all()
-            if self._lost is None:
-                self._say_goodbye()
-            self._channel.close()
+            try:
+                self._core.release_all()
+                if self._lost is None:
+                    self._say_goodbye()
+            finally:
+                self._channel.close()
+                self._core.forget_pools()
 
     def __enter__(self) -> Self:
         return self
@@ -227,11 +232,18 @@ class Client:
     def _call(self) -> Iterator[float]:
         """One thread's turn; gives its deadline."""
         deadline = time.monotonic() + self._timeout_s
+        self._check_usable()
         if not self._turn.acquire(timeout=self._timeout_s):
             raise RequestTimeout(f"another thread's call took all of {self._timeout_s:g} s")
         try:
             self._check_usable()
-            yield deadline
+            if self._is_in_call:
+                raise ClientClosed("a call of this thread is under way; a signal handler may only close the client")
+            self._is_in_call = True
+            try:
+                yield deadline
+            finally:
+                self._is_in_call = False
         finally:
             self._turn.release()
 
@@ -279,6 +291,7 @@ class Client:
         for frame in self._core.outbox:
             frame.discard()
         self._core.outbox.clear()
+        self._core.forget_pools()
         return ConnectionLost(f"the sidecar at {self._path} went away: {reason}; connect again")
 
     def _check_usable(self) -> None:

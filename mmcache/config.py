@@ -70,6 +70,17 @@ def _check_store(value: str) -> str:
     return value
 
 
+def _check_model(value: str) -> str:
+    from encoder.errors import CheckpointError
+    from encoder.source import resolve_model
+
+    try:
+        resolve_model(value)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -96,7 +107,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    model: str = _setting(
+    model: Annotated[str, AfterValidator(_check_model)] = _setting(
         "a checkpoint folder, or a preset with random weights: moonvit-tiny, kimi-k2.5",
         "a preset's name or a folder",
         "moonvit-tiny",
@@ -116,7 +127,7 @@ class Settings(BaseModel):
     pool_bytes: PageSize = _setting(
         "memory for embeddings, per rank, fixed and touched at start, rounded up to the page",
         "a size from 1MiB to 64TiB",
-        512 << 20,
+        256 << 20,
         ge=1 << 20,
         le=64 << 40,
     )

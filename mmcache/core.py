@@ -212,10 +212,14 @@ class ClientCore:
         for token in self.live - self.held:
             self.acknowledge(token)
 
+    def forget_pools(self) -> None:
+        """No grant will come any more: each pool is unmapped when its last lease and view are gone."""
+        self._pools.clear()
+
     def say_goodbye(self) -> None:
         """No more calls. Shares that are live go on; all others have ended, those too that are still on the way."""
         self._flush_late()
-        live = b"".join(ACKNOWLEDGEMENT.pack(token >> 32, token & 0xFFFFFFFF) for token in self.live)
+        live = b"".join(ACKNOWLEDGEMENT.pack(token >> 32, token & 0xFFFFFFFF) for token in tuple(self.live))
         self.outbox.append(pack_frame(Kind.BYE, Bye(), live))
 
     def _acknowledge_late(self, slot: int, generation: int) -> None:
@@ -244,11 +248,11 @@ class ClientCore:
         dtype, itemsize = self._dtype, self._itemsize
         for position, slot, generation, origin, pool_id, tokens, offset, nbytes, t, h, w in GRANT.iter_unpack(grants):
             token = slot << 32 | generation
-            add(token)
             dim = nbytes // (tokens * itemsize)
             results[position] = Lease(
                 self, token, keys[position], pools[pool_id], offset, tokens, dim, dtype, (t, h, w), ORIGINS[origin]
             )
+            add(token)
         pending.num_open -= len(grants) // GRANT.size
 
     def _supply(self, pending: PendingEncode, positions: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ MMCacheError
 │   │   └── ProtocolMismatch the two ends speak different protocol versions
 │   └── ConnectionLost       the sidecar went away during or before a call (also ConnectionError)
 ├── RequestTimeout           a call outlived its timeout (also TimeoutError)
-├── ClientClosed             the client was closed, or is used in a forked child
+├── ClientClosed             the client was closed, or is used in a forked child or inside its own call
 ├── LeaseReleased            a lease was used after its release
 ├── EncodeError              some items of a request failed; `.results` holds leases and errors in order
 └── ItemError                one item failed; names its index, its source and the reason
@@ -79,7 +79,7 @@ class RequestTimeout(MMCacheError, TimeoutError):
 
 
 class ClientClosed(MMCacheError):
-    """The client was closed, or is used in another process than the one that opened it."""
+    """The client was closed, or is used where it must not be: in a forked child, or inside one of its own calls."""
 
 
 class LeaseReleased(MMCacheError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 class Share:
     """What views of an embedding keep alive. Acknowledges when the last of them dies, if nobody did before."""
 
-    __slots__ = ("_core", "_token")
+    __slots__ = ("__weakref__", "_core", "_token")
 
     def __init__(self, core: ClientCore, token: int) -> None:
         self._core = core
@@ -46,7 +47,8 @@ class Lease:
     """
 
     __slots__ = (
-        "_core", "_offset", "_region", "_share", "_token", "dim", "dtype", "grid_thw", "key", "num_tokens", "origin",
+        "_core", "_held", "_offset", "_region", "_share", "_token", "dim", "dtype", "grid_thw", "key", "num_tokens",
+        "origin",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +75,7 @@ class Lease:
         self._region = region
         self._offset = offset
         self._share: Share | None = None  # made with the first view
+        self._held: weakref.ref[Share] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -116,13 +119,16 @@ class Lease:
     def hold(self) -> torch.Tensor:
         """The embedding as a tensor whose storage's death does the acknowledging, also after `client.close()`.
 
-        The lease itself is done with: releasing it changes nothing.
+        From now on the lease keeps nothing: releasing or dropping it changes nothing, and it can be read for as long
+        as the tensor, or a view of it, is alive.
 
         Raises:
             LeaseReleased: after the release.
         """
         tensor = self.tensor
-        self._live_core().held.add(self._token)
+        if self._share is not None:
+            self._live_core().held.add(self._token)
+            self._held, self._share = weakref.ref(self._share), None
         return tensor
 
     def release(self) -> None:
@@ -137,11 +143,11 @@ class Lease:
         return self._core
 
     def _owner(self) -> Share:
-        if self._share is None:
-            self._share = Share(self._live_core(), self._token)
-        else:
-            self._live_core()
-        return self._share
+        core = self._live_core()
+        share = self._share if self._held is None else self._held()
+        if share is None:
+            share = self._share = Share(core, self._token)
+        return share
 
     def __enter__(self) -> Self:
         return self

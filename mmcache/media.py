@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mmcache.errors import ImageTooLarge, UndecodableImage, UnreadableItem, UnsupportedItem, UnsupportedMode
 
@@ -174,10 +174,14 @@ def _described_pil(image: Image.Image, index: int, max_bytes: int) -> Media:
     if image.mode in ("P", "PA") and image.palette is not None:
         mode = image.palette.mode
         palette = bytes(image.getpalette(mode) or ())
-    header = PilHeader(
-        mode=image.mode, size=image.size, palette_mode=mode, palette=palette,
-        transparency=image.info.get("transparency"),
-    )  # fmt: skip
+    try:
+        header = PilHeader(
+            mode=image.mode, size=image.size, palette_mode=mode, palette=palette,
+            transparency=image.info.get("transparency"),
+        )  # fmt: skip
+    except ValidationError as error:
+        field = error.errors()[0]["loc"][0]
+        raise UnsupportedItem(f"its {field} is not one that Pillow gives", index=index, source=source) from error
     return Media(PIL, header.canonical(), raw, len(raw), source)
 
 

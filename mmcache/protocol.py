@@ -23,10 +23,12 @@ PROTOCOL_VERSION = 1
 MAGIC = 0x434D
 PREFIX = struct.Struct("<HHHHII")
 KEY_BYTES = 16
-MAX_HEADER_BYTES = 4 << 20
+MAX_HEADER_BYTES = 1 << 20
 MAX_BODY_BYTES = 4 << 20
 MAX_DESCRIPTORS = 16
 MAX_ITEMS = 1024
+SUPPLY_WINDOW = 32
+"""Items of one request whose bytes are asked for at once: bounds what a request of large files holds in memory."""
 MAX_TIMEOUT_MS = (1 << 32) - 1
 
 ORIGINS = ("encoded", "pool", "host", "store")
@@ -79,12 +81,13 @@ class Kind(IntEnum):
     FILLED = 42
     DROP = 43
     START_FAILED = 44
+    DECODER_READY = 45
 
 
 class Message(BaseModel):
     """A frame's header."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_bytes="base64", val_json_bytes="base64")
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -158,11 +161,11 @@ class Supply(Message):
     """Bytes of needed items, in a sealed memfd that travels along. Columns; `headers` describe the items (media.py)."""
 
     request_id: Uint32
-    positions: Positions
-    kinds: Annotated[list[Annotated[str, Field(max_length=16)]], Field(max_length=MAX_ITEMS)]
-    headers: Annotated[list[Annotated[bytes, Field(max_length=4096)]], Field(max_length=MAX_ITEMS)]
-    offsets: Annotated[list[Uint64], Field(max_length=MAX_ITEMS)]
-    sizes: Annotated[list[Uint64], Field(max_length=MAX_ITEMS)]
+    positions: Annotated[list[Position], Field(max_length=SUPPLY_WINDOW)]
+    kinds: Annotated[list[Annotated[str, Field(max_length=16)]], Field(max_length=SUPPLY_WINDOW)]
+    headers: Annotated[list[Annotated[bytes, Field(max_length=4096)]], Field(max_length=SUPPLY_WINDOW)]
+    offsets: Annotated[list[Uint64], Field(max_length=SUPPLY_WINDOW)]
+    sizes: Annotated[list[Uint64], Field(max_length=SUPPLY_WINDOW)]
 
 
 class Cancel(Message):
@@ -264,10 +267,16 @@ class FrameReader:
         self._fds: deque[int] = deque()
 
     def feed(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Take what one read of the socket returned."""
+        """Take what one read of the socket returned.
+
+        Raises:
+            ProtocolError: more descriptors wait than one frame may have.
+        """
         self._buffer = self._buffer + data if self._buffer else data
         if fds:
             self._fds.extend(fds)
+            if len(self._fds) > MAX_DESCRIPTORS:
+                raise ProtocolError(f"{len(self._fds)} descriptors came for one frame")
 
     def next_frame(self) -> Frame | None:
         """The next complete frame, or None.

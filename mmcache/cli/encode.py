@@ -38,20 +38,29 @@ def encode(files: Sequence[str], out: Path | None, socket: Path | None, timeout:
     and the rest goes on; the exit status is 1 then.
     """
     names = _out_names(files)
-    started = time.perf_counter()
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    num_failed = 0
+        _make_folder(out)
+    started = time.perf_counter()
+    origins: Counter[str] = Counter()
     with connect(socket, timeout=timeout) as client:
         for start in range(0, len(files), BATCH):
             batch = files[start : start + BATCH]
             results: list[Any] = client.encode([_item(file) for file in batch], errors="return")
             for file, name, result in zip(batch, names[start:], results, strict=False):
-                num_failed += not _report(client, file, name, result, out)
+                origins[_report(client, file, name, result, out)] += 1
     took_ms = (time.perf_counter() - started) * 1000
-    failed = f", {num_failed} failed" if num_failed else ""
-    click.echo(f"{len(files) - num_failed} encoded{failed} in {took_ms:.0f} ms", err=True)
-    return 1 if num_failed else 0
+    counts = ", ".join(f"{count} {origin}" for origin, count in origins.items())
+    click.echo(f"{len(files)} images in {took_ms:.0f} ms: {counts}", err=True)
+    return 1 if origins["failed"] else 0
+
+
+def _make_folder(out: Path) -> None:
+    from safetensors.torch import save  # noqa: F401 - loaded before the clock runs
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"{out} cannot be created: {error.strerror}") from error
 
 
 def _item(file: str) -> bytes | str:
@@ -65,17 +74,17 @@ def _out_names(files: Sequence[str]) -> list[tuple[str, bool]]:
     return [(stem, counts[stem] > 1) for stem in stems]
 
 
-def _report(client: Client, file: str, name: tuple[str, bool], result: Lease | ItemError, out: Path | None) -> bool:
+def _report(client: Client, file: str, name: tuple[str, bool], result: Lease | ItemError, out: Path | None) -> str:
     if isinstance(result, ItemError):
         click.echo(f"{file}  {type(result).__name__}: {result.reason}", err=True)
-        return False
+        return "failed"
     with result as lease:
         click.echo(f"{file}  {lease.num_tokens} tokens  {str(lease.key)[:KEY_PREFIX]}  {lease.origin}")
         if out is not None:
             stem, is_shared = name
             suffix = f"-{str(lease.key)[:KEY_PREFIX]}" if is_shared else ""
             _write(client, lease, file, out / f"{stem}{suffix}.safetensors")
-    return True
+        return lease.origin
 
 
 def _write(client: Client, lease: Lease, source: str, path: Path) -> None:

@@ -16,6 +16,8 @@ from mmcache.config import Settings, load_settings
 if TYPE_CHECKING:
     from mmcache.server.coordinator import Coordinator
 
+log = logging.getLogger(__name__)
+
 SIZE_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -63,8 +65,11 @@ def serve(config: Path | None, **flags: object) -> None:
 
 def _announce(coordinator: Coordinator) -> None:
     settings, facts = coordinator.settings, coordinator.facts
-    click.echo(
-        f"mmcache {__version__} ready on {settings.socket}: {facts.model} {facts.dtype} on {settings.device}, "
-        f"{settings.ranks} ranks × {readable_size(settings.pool_bytes)}, store {settings.store}, "
-        f"fingerprint {facts.fingerprint}"
-    )
+    ranks = "1 rank" if settings.ranks == 1 else f"{settings.ranks} ranks"
+    try:
+        click.echo(
+            f"mmcache {__version__} ready on {settings.socket}: {facts.model} {facts.dtype} on {settings.device}, "
+            f"{ranks} × {readable_size(settings.pool_bytes)}, store {settings.store}, fingerprint {facts.fingerprint}"
+        )
+    except OSError as error:  # nobody reads it, or the disk that it goes to is full
+        log.warning("ready on %s; the line that says so could not be written: %s", settings.socket, error.strerror)

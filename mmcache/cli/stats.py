@@ -35,15 +35,23 @@ def _lines(counters: dict[str, object]) -> Iterator[str]:
         if isinstance(section, dict):
             yield ""
             yield name
-            for key, value in section.items():
-                yield f"  {key.replace('_', ' '):<18} {_shown(key, value)}"
-            if not section:
-                yield "  none"
+            yield from _section(section, "  ")
+
+
+def _section(section: dict[str, object], indent: str) -> Iterator[str]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield f"{indent}{key.replace('_', ' ')}"
+            yield from _section(value, indent + "  ")
+        else:
+            yield f"{indent}{key.replace('_', ' '):<{20 - len(indent)}} {_shown(key, value)}"
+    if not section:
+        yield f"{indent}none"
 
 
 def _shown(name: str, value: object) -> str:
     if isinstance(value, int) and name.startswith("bytes"):
-        return f"{value:,} ({value / (1 << 20):.1f} MiB)"
+        return f"{value / (1 << 20):,.1f} MiB"
     if isinstance(value, list):
         return " ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and name != "pid" else str(value)

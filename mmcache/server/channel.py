@@ -20,6 +20,9 @@ MAX_PENDING_BYTES = 16 << 20
 """A peer that does not read is cut off when this much waits for it."""
 
 
+FRAMES_A_TURN = 16
+
+
 class Poller:
     """Readiness of many sockets through one descriptor of the loop.
 
@@ -75,6 +78,7 @@ class Channel:
         self._reader = FrameReader()
         self._pending: deque[OutgoingFrame] = deque()
         self._pending_bytes = 0
+        self._is_behind = False
         self.is_open = True
         poller.register(sock.fileno(), self._on_events)
 
@@ -90,7 +94,7 @@ class Channel:
         self._pending.append(frame)
         self._pending_bytes += len(frame.data)
         if self._pending_bytes > MAX_PENDING_BYTES:
-            self.close("the peer does not read")
+            self._close_soon("the peer does not read")
         elif self.is_open:
             self._poller.want_write(self._sock.fileno(), True)
 
@@ -114,20 +118,45 @@ class Channel:
             self._readable()
 
     def _readable(self) -> None:
+        if self._is_behind:
+            return
         try:
             alive = receive_once(self._sock, self._reader)
-            while self.is_open and (frame := self._reader.next_frame()) is not None:
-                self._on_frame(frame)
+            self._handle_frames()
         except (BlockingIOError, InterruptedError):
             return
         except ProtocolError as error:
-            log.warning("closing a connection: %s", error)
-            self.close(str(error))
+            self._reject(error)
         except OSError as error:
             self.close(f"the connection broke: {error.strerror}")
         else:
             if not alive:
                 self.close("the other end closed the connection")
+
+    def _handle_frames(self) -> None:
+        """Handle what has come, a few frames at a turn of the loop, so that one peer cannot keep it to itself."""
+        for _ in range(FRAMES_A_TURN):
+            if not self.is_open or (frame := self._reader.next_frame()) is None:
+                return
+            self._on_frame(frame)
+        self._is_behind = True
+        asyncio.get_running_loop().call_soon(self._catch_up)
+
+    def _catch_up(self) -> None:
+        self._is_behind = False
+        if self.is_open:
+            try:
+                self._handle_frames()
+            except ProtocolError as error:
+                self._reject(error)
+
+    def _reject(self, error: ProtocolError) -> None:
+        log.warning("closing a connection: %s", error)
+        self.close(str(error))
+
+    def _close_soon(self, reason: str) -> None:
+        """Close at the loop's next turn: whoever is sending does not expect to be told in the middle of it."""
+        asyncio.get_running_loop().call_soon(self.close, reason)
 
     def _write(self, frame: OutgoingFrame) -> bool:
         """Send what the socket takes; True when the frame went whole, else it keeps what is left."""
@@ -136,8 +165,7 @@ class Channel:
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
-            # Closed later: whoever is sending does not expect to be told in the middle of it.
-            asyncio.get_running_loop().call_soon(self.close, f"the connection broke: {error.strerror}")
+            self._close_soon(f"the connection broke: {error.strerror}")
             frame.discard()
             return True
         frame.discard()

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import mmcache
 from mmcache.protocol import Frame, OutgoingFrame
 from mmcache.server.channel import Channel, Poller
 from mmcache.transport import BlockingChannel, raise_descriptor_limit
@@ -22,6 +21,13 @@ from mmcache.transport import BlockingChannel, raise_descriptor_limit
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+RESTART_DELAYS_S = (0.0, 0.1, 0.5, 2.0, 10.0)
+"""Before a dead process is replaced, by how many died before it without having done any work."""
+
+
+def restart_delay_s(deaths_in_a_row: int) -> float:
+    """Seconds to wait before the next try."""
+    return RESTART_DELAYS_S[min(deaths_in_a_row, len(RESTART_DELAYS_S) - 1)]
 
 
 class Child:
@@ -29,6 +35,9 @@ class Child:
 
     `on_exit` is called once, on the loop, when the process is known to be dead: never before, so that memory which it
     might still write is not taken for free.
+
+    Raises (constructor):
+        OSError: no descriptor, process or memory is left for it.
     """
 
     def __init__(
@@ -41,20 +50,32 @@ class Child:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | _same_code() | environ,
-                start_new_session=True,  # Ctrl-C goes to the sidecar alone, which drains first
-            )
         self._module = module
         self._exited = self._loop.create_future()
-        self._pidfd = os.pidfd_open(self._process.pid)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=os.environ | _same_code() | environ,
+                    start_new_session=True,  # Ctrl-C goes to the sidecar alone, which drains first
+                )
+            self._pidfd = self._watched()
+        except OSError:
+            ours.close()
+            raise
         self._loop.add_reader(self._pidfd, self._died)
         self.channel = Channel(poller, ours, on_frame, self._channel_closed)
+
+    def _watched(self) -> int:
+        try:
+            return os.pidfd_open(self._process.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            raise
 
     @property
     def pid(self) -> int:
@@ -96,7 +117,7 @@ class Child:
 
 def _same_code() -> dict[str, str]:
     """What makes a child import the code that the sidecar runs, whatever lies in the current folder."""
-    root = str(Path(mmcache.__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 

@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import socket
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ipc.control import ControlMemory
@@ -48,6 +50,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
+MAX_REQUESTS = 64
+"""Requests in flight on one connection."""
+RECENT_REQUESTS = 8
+MAX_SMALL_HEADER_BYTES = 16 << 10
+"""Headers of all frames but SUPPLY."""
 SWEEP_ABOVE = 256
 """A request sweeps its connection's control memory in passing when it holds more shares than this."""
 
@@ -62,6 +69,7 @@ class Connection:
         self._pidfd = -1
         self._namespace = ""
         self._requests: dict[int, Request] = {}
+        self._recent: deque[Request] = deque(maxlen=RECENT_REQUESTS)
         self._closes_when_idle = False
         self.holder: Holder | None = None
         self._channel = Channel(coordinator.poller, sock, self._on_frame, self._on_close)
@@ -82,7 +90,9 @@ class Connection:
         self.send(pack_frame(Kind.POOL_ADDED, added, fds=[rank.fd]))
 
     def drop_pool(self, pool_id: int) -> None:
-        """Tell the client that no further grant will name the pool."""
+        """Tell the client that no further grant will name the pool; those that do are sent before."""
+        for request in list(self._requests.values()):
+            request.flush()
         self.send(pack_frame(Kind.POOL_GONE, PoolGone(pool_id=pool_id)))
 
     def close_when_idle(self) -> None:
@@ -104,8 +114,10 @@ class Connection:
             self._forget()
 
     def finished(self, request: Request) -> None:
-        """A request is settled, or given up."""
-        self._requests.pop(request.request_id, None)
+        """A request is settled, or given up. Its grants are remembered a while, for a CANCEL that crosses them."""
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+        self._recent.append(request)
         if self._closes_when_idle and not self._requests:
             self._channel.close("shutting down")
 
@@ -113,9 +125,9 @@ class Connection:
         """One item failed."""
         self._coordinator.stats.errors[kind] += 1
 
-    def late_error(self, flight: Flight) -> ItemError:
-        """The error of a position that was open at the deadline."""
-        return self._coordinator.late_error(flight)
+    def late_errors(self) -> Callable[[Flight], ItemError]:
+        """Gives the error of each position that is open at its request's deadline."""
+        return self._coordinator.late_errors()
 
     def _on_frame(self, frame: Frame) -> None:
         if self.holder is None:
@@ -129,17 +141,18 @@ class Connection:
             self._on_small_frame(self.holder, frame)
 
     def _on_small_frame(self, holder: Holder, frame: Frame) -> None:
+        if len(frame.header) > MAX_SMALL_HEADER_BYTES:
+            raise ProtocolError(f"a header of {len(frame.header)} bytes")
         if frame.kind == Kind.CANCEL:
             cancel = parse(Cancel, frame)
-            if (request := self._requests.get(cancel.request_id)) is not None:
-                request.cancel(cancel.positions)
+            self._on_cancel(holder, cancel)
         elif frame.kind == Kind.ACKNOWLEDGE:
             parse(Acknowledge, frame)
-            for slot, generation in _records(frame):
+            for slot, generation in _records(frame, holder):
                 holder.acknowledge(slot, generation)
         elif frame.kind == Kind.BYE:
             parse(Bye, frame)
-            self._on_bye(holder, _records(frame))
+            self._on_bye(holder, _records(frame, holder))
         elif frame.kind == Kind.STATS:
             stats = json.dumps(self._coordinator.snapshot()).encode()
             self.send(pack_frame(Kind.STATS_REPLY, StatsReply(), stats))
@@ -150,6 +163,9 @@ class Connection:
         if frame.kind != Kind.HELLO:
             close_all(frame.fds)
             raise ProtocolError(f"the first frame must be HELLO, not {frame.kind}")
+        if len(frame.header) > MAX_SMALL_HEADER_BYTES:
+            close_all(frame.fds)
+            raise ProtocolError(f"a header of {len(frame.header)} bytes")
         (self._pidfd,) = take_descriptors(frame, 1)
         self._handshake_timer.cancel()
         # A peer of another protocol version may say things this one cannot parse.
@@ -178,8 +194,8 @@ class Connection:
         if frame.fds:
             close_all(frame.fds)
         request_id, timeout_ms, keys = parse_encode(frame)
-        if request_id in self._requests:
-            raise ProtocolError(f"request {request_id} is in flight already")
+        if request_id in self._requests or len(self._requests) == MAX_REQUESTS:
+            raise ProtocolError(f"request {request_id} is in flight already, or {MAX_REQUESTS} others are")
         if holder.num_active > SWEEP_ABOVE:
             holder.sweep()
         request = self._requests[request_id] = Request(self, holder, request_id, keys, timeout_ms / 1000)
@@ -202,8 +218,24 @@ class Connection:
         for position, kind, header, offset, size in zip(*columns, strict=True):
             flight = request.open.get(position)
             supplied = Supplied(memory, self._namespace, kind, header, offset, size)
-            if flight is not None and flight.waiters[0] == (request, position) and flight.supply(supplied):
+            if flight is None or position not in request.asked:
+                continue
+            if flight.supply(request, position, supplied):
                 memory.share()
+
+    def _on_cancel(self, holder: Holder, cancel: Cancel) -> None:
+        request = self._requests.get(cancel.request_id)
+        if request is not None:
+            request.cancel(cancel.positions)
+        if cancel.positions:
+            return
+        # The client has given up all of it, with the grants that are still on their way to it.
+        given_up = [recent for recent in self._recent if recent.request_id == cancel.request_id]
+        grants = {grant for recent in given_up for grant in recent.grants()}
+        holder.sweep()
+        for share in holder.shares() if grants else ():
+            if (share.slot, share.generation) in grants:
+                holder.acknowledge(share.slot, share.generation)
 
     def _on_bye(self, holder: Holder, held: set[tuple[int, int]]) -> None:
         for request in list(self._requests.values()):
@@ -246,9 +278,10 @@ class Connection:
         self._coordinator.forget(self)
 
 
-def _records(frame: Frame) -> set[tuple[int, int]]:
-    if len(frame.body) % ACKNOWLEDGEMENT.size:
-        raise ProtocolError(f"acknowledgements of {len(frame.body)} bytes are not whole records")
+def _records(frame: Frame, holder: Holder) -> set[tuple[int, int]]:
+    num_records, rest = divmod(len(frame.body), ACKNOWLEDGEMENT.size)
+    if rest or num_records > holder.control.num_words:
+        raise ProtocolError(f"acknowledgements of {len(frame.body)} bytes are not whole records, or too many")
     return {(slot, generation) for slot, generation in ACKNOWLEDGEMENT.iter_unpack(frame.body)}
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ipc.errors import ControlExhausted
 from ipc.pool import Extent
@@ -68,7 +69,7 @@ class Coordinator:
 
     async def start(self) -> None:
         """Start the ranks and wait until they are warm. Raises what `Ranks.start` raises."""
-        self._facts, _ = await asyncio.gather(self.ranks.start(), self.decoders.check())
+        self._facts, _ = await asyncio.gather(self.ranks.start(), self.decoders.start())
         self._loop.call_later(SWEEP_INTERVAL_S, self._sweep_regularly)
 
     def accept(self, sock: socket.socket) -> None:
@@ -143,9 +144,9 @@ class Coordinator:
         rank.pool.publish(extent, flight.key, seconds, record)
         assert flight.key not in self._index, "one flight a key"
         self._index[flight.key] = extent
-        for request, position in flight.waiters:
+        waiters, flight.waiters = flight.waiters, {}
+        for request, position in waiters:
             self._grant(request, position, extent, origin)
-        flight.waiters = []
 
     def _grant(self, request: Request, position: int, extent: Extent, origin: int) -> None:
         holder = request.holder
@@ -165,23 +166,28 @@ class Coordinator:
         if self._flights.get(flight.key) is flight:
             del self._flights[flight.key]
 
-    def late_error(self, flight: Flight) -> ItemError:
-        """The error of a position that is still open at its deadline."""
-        if not self.ranks.ready:
-            return EncodeFailed("no rank is alive; it was waiting for one at the deadline")
-        if flight.waits_for_room:
-            return PoolExhausted(f"the pool had no room until the deadline; held by {self._biggest_holders()}")
-        return DeadlineExceeded(f"the deadline passed while it was {flight.stage}")
+    def late_errors(self) -> Callable[[Flight], ItemError]:
+        """Gives the error of each position that is open at its request's deadline; looks for the holders once."""
+        holders = functools.cache(self._biggest_holders)
+
+        def late_error(flight: Flight) -> ItemError:
+            if not self.ranks.ready:
+                return EncodeFailed("no rank is alive; it was waiting for one at the deadline")
+            if flight.waits_for_room:
+                return PoolExhausted(f"the pool had no room until the deadline; held by {holders()}")
+            return DeadlineExceeded(f"the deadline passed while it was {flight.stage}")
+
+        return late_error
 
     def _biggest_holders(self) -> str:
         holders = [connection.holder for connection in self.connections if connection.holder is not None]
-        biggest = sorted(holders, key=lambda holder: holder.bytes_held, reverse=True)[:3]
-        named = [f"{h.name} (pid {h.pid}): {h.num_active} leases, {h.bytes_held} bytes" for h in biggest]
-        return "; ".join(named) or "nobody"
+        sizes = sorted(((holder.bytes_held, holder) for holder in holders), key=lambda pair: pair[0], reverse=True)
+        named = [f"{h.name} (pid {h.pid}): {h.num_active} leases, {size} bytes" for size, h in sizes[:3] if size]
+        return "; ".join(named) or "nobody: what is in it is being written, or stored"
 
     def _pool_added(self, rank: Rank) -> None:
         self._ranks_by_pool[rank.pool_id] = rank
-        for connection in self.connections:
+        for connection in list(self.connections):
             if connection.is_open:
                 connection.add_pool(rank)
 
@@ -191,7 +197,7 @@ class Coordinator:
         self.retired.append(rank)
         self.num_past_evictions += rank.pool.num_evictions
         self.num_past_batches += rank.batcher.num_batches
-        for connection in self.connections:
+        for connection in list(self.connections):
             if connection.is_open:
                 connection.drop_pool(rank.pool_id)
 

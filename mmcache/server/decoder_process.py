@@ -31,6 +31,7 @@ class Decoder:
 
     def serve(self) -> None:
         """Until the sidecar closes the channel."""
+        self._channel.send(pack_frame(Kind.DECODER_READY, None))
         while True:
             frame = self._channel.receive()
             if frame.kind == Kind.PROBE:

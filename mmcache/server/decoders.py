@@ -9,12 +9,12 @@ from collections import deque
 from dataclasses import dataclass
 
 from ipc.memory_shm import sealed_copy
-from mmcache.errors import ITEM_ERRORS, ItemError, UndecodableImage
+from mmcache.errors import ITEM_ERRORS, EncodeFailed, ItemError, ProtocolError, SidecarError, UndecodableImage
 from mmcache.keys import KeyHasher
 from mmcache.media import ARRAY
 from mmcache.protocol import Frame, Kind, close_all, pack_frame, parse
 from mmcache.server.channel import Poller
-from mmcache.server.children import Child
+from mmcache.server.children import Child, restart_delay_s
 from mmcache.server.ingest import Ingest, IngestSlice
 from mmcache.server.messages import Drop, Fill, Filled, Probe, Probed, StartDecoder
 
@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 
 MAX_JOBS = 8
 """Jobs a decoder is given at once: enough that it never waits for the coordinator."""
+
+MAX_TRIES = 6
+"""Of one item, whoever was to blame for the decoders' deaths."""
 
 MODULE = "mmcache.server.decoder_process"
 
@@ -90,13 +93,16 @@ class Decoders:
         self._watchdog: asyncio.TimerHandle | None = None
         self._last_job = 0
         self._stopping = False
+        self._deaths_in_a_row = 0
+        self._up = asyncio.Event()
+        self._started: asyncio.Future[None] = self._loop.create_future()
+        self._child: Child | None = None
         self.num_restarts = 0
-        self._child = self._spawn()
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the decoders."""
-        return [self._child.pid]
+        """Process ids of the decoders that are alive."""
+        return [self._child.pid] if self._child is not None else []
 
     async def decode(self, item: Supplied, key: bytes) -> Pixels:
         """Check an item against its key and decode it. Not to be cancelled: the process may be writing.
@@ -106,15 +112,23 @@ class Decoders:
         """
         num_deaths = 0
         async with self._slots:
-            while num_deaths < 2:  # the first may have been somebody else's doing
+            for _ in range(MAX_TRIES):
                 try:
                     return await self._decode_once(item, key)
                 except _DecoderLostError as lost:
                     num_deaths += lost.was_at_work
-        raise UndecodableImage("two decoders died or hung on it")
+                    if num_deaths == 2:  # the first may have been somebody else's doing
+                        raise UndecodableImage("two decoders died or hung on it") from None
+        raise EncodeFailed("no decoder lived long enough to decode it")
 
-    async def check(self) -> None:
-        """Decode one pixel: returns once the process is up and well."""
+    async def start(self) -> None:
+        """Start the process and decode one pixel: returns once it is up and well.
+
+        Raises:
+            SidecarError: it cannot start.
+        """
+        self._spawn()
+        await self._started
         pixel, header = b"\0\0\0", b'{"dtype":"uint8","shape":[1,1,3]}'
         fd, _ = sealed_copy("mmcache-check", [pixel])
         memory = SharedDescriptor(fd)
@@ -128,11 +142,14 @@ class Decoders:
     async def stop(self, timeout_s: float) -> None:
         """End the process."""
         self._stopping = True
-        await self._child.stop(timeout_s)
+        if self._child is not None:
+            await self._child.stop(timeout_s)
 
     async def _decode_once(self, item: Supplied, key: bytes) -> Pixels:
+        await self._up.wait()
         self._last_job += 1
         job_id, child = self._last_job, self._child
+        assert child is not None, "it is up"
         probe = Probe(
             job_id=job_id, namespace=item.namespace, key=key, kind=item.kind, header=item.header, offset=item.offset,
             nbytes=item.nbytes,
@@ -166,15 +183,27 @@ class Decoders:
             raise ITEM_ERRORS[answer.error](answer.reason)
         return answer
 
-    def _spawn(self) -> Child:
-        child = Child(self._poller, MODULE, self._on_frame, self._on_exit, {})
-        child.send(pack_frame(Kind.START_DECODER, self._start, fds=[self._ingest.region.fd]))
-        return child
+    def _spawn(self) -> None:
+        if self._stopping:
+            return
+        try:
+            self._child = Child(self._poller, MODULE, self._on_frame, self._on_exit, {})
+        except OSError as error:
+            self._on_exit(f"a decoder cannot be started: {error.strerror}")
+        else:
+            self._child.send(pack_frame(Kind.START_DECODER, self._start, fds=[self._ingest.region.fd]))
 
     def _on_frame(self, frame: Frame) -> None:
         close_all(frame.fds)
+        if frame.kind == Kind.DECODER_READY:
+            self._up.set()
+            if not self._started.done():
+                self._started.set_result(None)
+            return
         answer = parse(Probed, frame) if frame.kind == Kind.PROBED else parse(Filled, frame)
-        assert self._unanswered[0] == answer.job_id, "a decoder answers in order"
+        if not self._unanswered or self._unanswered[0] != answer.job_id or answer.error not in ("", *ITEM_ERRORS):
+            raise ProtocolError("the decoder's answer makes no sense")  # it is replaced
+        self._deaths_in_a_row = 0
         self._unanswered.popleft()
         self._answers.pop(answer.job_id).set_result(answer)
         self._watch()
@@ -183,17 +212,25 @@ class Decoders:
         """Give the job at the head its time."""
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self._watchdog = self._loop.call_later(self._timeout_s, self._child.kill) if self._unanswered else None
+            self._watchdog = None
+        if self._unanswered and self._child is not None:
+            self._watchdog = self._loop.call_later(self._timeout_s, self._child.kill)
 
     def _on_exit(self, reason: str) -> None:
         at_work = self._unanswered[0] if self._unanswered else None
         lost, self._answers = self._answers, {}
         self._unanswered.clear()
+        self._child = None
+        self._up.clear()
         self._watch()
-        if not self._stopping:
-            log.warning("%s; starting another", reason)
-            self.num_restarts += 1
-            self._child = self._spawn()
         for job_id, future in lost.items():
             if not future.done():
                 future.set_exception(_DecoderLostError(job_id == at_work))
+        if not self._started.done():
+            self._started.set_exception(SidecarError(reason))
+        elif not self._stopping:
+            delay_s = restart_delay_s(self._deaths_in_a_row)
+            log.warning("%s; another one starts in %.1f s", reason, delay_s)
+            self._deaths_in_a_row += 1
+            self.num_restarts += 1
+            self._loop.call_later(delay_s, self._spawn)

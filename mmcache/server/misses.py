@@ -17,7 +17,7 @@ from mmcache.protocol import ORIGINS
 from mmcache.server.batcher import EncodeJob, RankLostError
 from mmcache.server.decoders import Pixels, Supplied
 from mmcache.server.ranks import Rank
-from mmcache.server.requests import Flight, Request
+from mmcache.server.requests import Flight, Waiter
 from mmcache.tiers.base import Entry
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENCODED, STORE = ORIGINS.index("encoded"), ORIGINS.index("store")
+SUPPLY_PATIENCE_S = 1.0
+"""A client that has not sent bytes after this long is asked no longer alone, if another client waits for them too."""
 ROOM_POLL_S = 0.001
 """While requests wait for room, acknowledgements are looked for this often; nothing is polled otherwise."""
 
@@ -101,31 +103,38 @@ class MissPath:
 
     async def _pixels(self, flight: Flight) -> Pixels:
         """Ask one waiter after the other for the bytes until one sends those of the key."""
-        while True:
-            if not flight.waiters:
-                raise _Abandoned
-            request, position = flight.waiters[0]
-            async with request.window:
-                supplied = await self._supplied(flight, request, position)
-                if supplied is None:
+        while (first := flight.first()) is not None:
+            async with first[0].window:
+                answer = await self._supplied(flight, first)
+                if answer is None:
                     continue
+                (request, position), supplied = answer
                 flight.stage = "decoded"
                 try:
                     return await self._home.decoders.decode(supplied, flight.key)
                 except ContentMismatch as error:
-                    flight.leave(request, position)
-                    request.fail(position, error)
+                    if (request, position) in flight.waiters:  # else its client has left meanwhile
+                        flight.leave(request, position)
+                        request.fail(position, error)
                 finally:
                     supplied.memory.release()
+        raise _Abandoned
 
-    async def _supplied(self, flight: Flight, request: Request, position: int) -> Supplied | None:
-        """The bytes, or None when this waiter will not send them."""
-        if flight.waiters[:1] != [(request, position)]:
+    async def _supplied(self, flight: Flight, first: Waiter) -> tuple[Waiter, Supplied] | None:
+        """The bytes and whose they are; None when the first waiter will not send them, or keeps others waiting."""
+        if flight.first() != first:  # it has left while it waited for its window
             return None
         flight.stage = "asked for from its client"
-        flight.supplied = self._loop.create_future()
+        request, position = first
+        if flight.supplied is None or flight.supplied.done():
+            flight.supplied = self._loop.create_future()
         request.ask(position)
-        return await flight.supplied
+        while True:
+            done, _ = await asyncio.wait([flight.supplied], timeout=SUPPLY_PATIENCE_S)
+            if done:
+                return flight.supplied.result()
+            if flight.pass_on():
+                return None
 
     async def _encode_pixels(self, flight: Flight, pixels: Pixels) -> None:
         grid = grid_thw(pixels.width, pixels.height, self._home.facts.processor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import warnings
 import zlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,8 +20,14 @@ if TYPE_CHECKING:
 FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 """Formats that are decoded. Those that run other programs or scripts (EPS, WMF) are left out on purpose."""
 
-DAMAGE = (OSError, SyntaxError, ValueError, TypeError, IndexError, EOFError, OverflowError, struct.error, zlib.error)
+DAMAGE = (
+    OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, ArithmeticError, RuntimeError, MemoryError,
+    struct.error, zlib.error,
+)  # fmt: skip
 """What Pillow raises on damaged files. Anything else ends the decoder, which costs this item alone."""
+
+BYTES_A_PIXEL = {"L": 1, "P": 1, "LA": 2, "La": 2, "PA": 2, "RGB": 3, "YCbCr": 3, "HSV": 3}
+"""In a PIL image's raw bytes, by mode; 4 for the other modes, and a bit for mode 1, its rows in whole bytes."""
 
 H = TypeVar("H", ArrayHeader, PilHeader)
 
@@ -39,13 +46,11 @@ class OpenedMedia:
             self._array = _opened_array(header, raw)
             self.height, self.width = self._array.shape[:2]
         elif kind in (IMAGE, PIL):
-            self._image = _opened_image(raw) if kind == IMAGE else _rebuilt_pil(header, raw)
+            self._image = _opened_image(raw, max_pixels) if kind == IMAGE else _rebuilt_pil(header, raw, max_pixels)
             self.width, self.height = self._image.size
         else:
             raise UnsupportedItem(f"unknown kind of item {kind!r}")
-        if self.width * self.height > max_pixels:
-            size = f"{self.width}×{self.height}"
-            raise ImageTooLarge(f"{size} is {self.width * self.height} pixels, the limit is {max_pixels} (max_pixels)")
+        _check_size(self.width, self.height, max_pixels)
         if self._image is not None:
             check_mode(self._image.mode)
 
@@ -64,10 +69,15 @@ class OpenedMedia:
             np.copyto(pixels, self._array)
         elif self._image is not None:
             try:
-                rgb = to_rgb(self._image)
+                np.copyto(pixels, np.asarray(to_rgb(self._image)))
             except DAMAGE as error:
                 raise UndecodableImage(f"truncated or damaged: {error}") from error
-            np.copyto(pixels, np.asarray(rgb))
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        reason = f"{width}×{height} is {width * height} pixels, the limit is {max_pixels} (max_pixels)"
+        raise ImageTooLarge(reason)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -98,24 +108,34 @@ def _opened_array(header: bytes, raw: memoryview) -> np.ndarray[Any, Any]:
     return np.frombuffer(raw, np.uint8).reshape(shape)
 
 
-def _opened_image(raw: memoryview) -> Image.Image:
+def _opened_image(raw: memoryview, max_pixels: int) -> Image.Image:
     from PIL import Image
 
-    # The limit of pixels is the caller's, checked from the header; Pillow's own would warn or raise at another number.
-    Image.MAX_IMAGE_PIXELS = None
+    # Some formats hold pictures of another size than their header says (ICO), which Pillow decodes while it opens them.
+    # Pillow warns above its own limit and raises above twice that.
+    Image.MAX_IMAGE_PIXELS = max_pixels // 2 + 1
     Image.init()
     try:
-        return Image.open(io.BytesIO(raw), formats=[name for name in FORMATS if name in Image.OPEN])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            return Image.open(io.BytesIO(raw), formats=[name for name in FORMATS if name in Image.OPEN])
+    except Image.DecompressionBombError as error:
+        raise ImageTooLarge(f"{error}; the limit is {max_pixels} pixels (max_pixels)") from error
     except DAMAGE as error:
         known = ", ".join(FORMATS)
         raise UndecodableImage(f"not a picture, or its header is broken (known formats: {known})") from error
 
 
-def _rebuilt_pil(header: bytes, raw: memoryview) -> Image.Image:
+def _rebuilt_pil(header: bytes, raw: memoryview, max_pixels: int) -> Image.Image:
     from PIL import Image
 
     fields = _parsed(PilHeader, header)
     check_mode(fields.mode)
+    width, height = fields.size
+    _check_size(width, height, max_pixels)
+    row = -(-width // 8) if fields.mode == "1" else width * BYTES_A_PIXEL.get(fields.mode, 4)
+    if raw.nbytes != row * height:
+        raise UndecodableImage(f"{raw.nbytes} bytes are not a PIL image of {width}×{height} in mode {fields.mode}")
     try:
         image = Image.frombytes(fields.mode, fields.size, bytes(raw))
         if fields.palette is not None:

@@ -6,6 +6,7 @@ behind a batch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
@@ -130,7 +131,8 @@ def main() -> None:
         if isinstance(error, ConnectionLost):
             return
         failed = StartFailed(error=type(error).__name__, reason=str(error))
-        channel.send(pack_frame(Kind.START_FAILED, failed))
+        with contextlib.suppress(ConnectionLost):  # another rank may have failed first
+            channel.send(pack_frame(Kind.START_FAILED, failed))
         sys.exit(1)
 
 

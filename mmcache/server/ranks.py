@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 from encoder.config import ProcessorConfig
 from encoder.sharding import CostModel
+from ipc.errors import MemoryUnavailable
 from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion
 from ipc.pool import Extent, Pool
 from mmcache.config import Settings
-from mmcache.errors import CheckpointError, MMCacheError, SidecarError
+from mmcache.errors import CheckpointError, ConfigError, MMCacheError, SidecarError
 from mmcache.keys import Fingerprint, fingerprint
 from mmcache.protocol import Frame, Kind, close_all, pack_frame, parse
 from mmcache.server.batcher import Batcher, RankLostError
 from mmcache.server.channel import Poller
-from mmcache.server.children import Child
+from mmcache.server.children import Child, restart_delay_s
 from mmcache.server.ingest import Ingest
 from mmcache.server.messages import Copied, Copy, Ran, RankReady, Run, StartFailed, StartRank
 from mmcache.transport import take_descriptors
@@ -27,7 +28,6 @@ from mmcache.transport import take_descriptors
 log = logging.getLogger(__name__)
 
 MODULE = "mmcache.server.rank_process"
-RESTART_DELAYS_S = (0.0, 0.1, 0.5, 2.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ class Rank:
         self.cost = CostModel(0.0, 0.0, 0.0)
         self.is_ready = False
         self.failure: MMCacheError | None = None
+        self.fd = -1
         self._ranks = ranks
+        self._settings = settings
         self._copies: dict[int, asyncio.Future[None]] = {}
         self._last_copy = 0
         threads = max(1, len(os.sched_getaffinity(0)) // settings.ranks)
@@ -86,9 +88,11 @@ class Rank:
         return self.memory.view(extent.offset, extent.nbytes).data
 
     def close_pool(self) -> None:
-        """The rank is dead and its last lease has ended: give the memory back."""
-        os.close(self.fd)
-        del self.memory
+        """The rank is dead and its last lease has ended: give the memory back, if it had any."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            del self.memory
 
     def _send_run(self, run: Run) -> None:
         self.child.send(pack_frame(Kind.RUN, run))
@@ -106,8 +110,7 @@ class Rank:
             self._copies.pop(parse(Copied, frame).copy_id).set_result(None)
         elif frame.kind == Kind.START_FAILED:
             failed = parse(StartFailed, frame)
-            kind = CheckpointError if failed.error == CheckpointError.__name__ else SidecarError
-            self.failure = kind(f"rank {self.index} cannot start: {failed.reason}")
+            self.failure = _failure(self._settings, failed)
 
     def _on_exit(self, reason: str) -> None:
         copies, self._copies = self._copies, {}
@@ -158,7 +161,7 @@ class Ranks:
         """Start every rank and wait until all are warm.
 
         Raises:
-            CheckpointError, SidecarError: a rank cannot start; the message says why.
+            CheckpointError, ConfigError, SidecarError: a rank cannot start; the message says why.
         """
         for index in range(len(self._slots)):
             self._spawn(index)
@@ -176,7 +179,10 @@ class Ranks:
             return
         self._incarnations[index] += 1
         pool_id = self._incarnations[index] << 8 | index
-        self._slots[index] = Rank(index, pool_id, self, self._settings, self._ingest)
+        try:
+            self._slots[index] = Rank(index, pool_id, self, self._settings, self._ingest)
+        except OSError as error:
+            self._restart(index, f"its process cannot be started: {error.strerror}")
 
     def on_ready(self, rank: Rank, ready: RankReady) -> None:
         """A rank is warm."""
@@ -199,18 +205,29 @@ class Ranks:
         if rank.is_ready:
             rank.is_ready = False
             self._on_lost(rank)
-        if self._stopping:
-            return
-        why = str(rank.failure) if rank.failure is not None else reason
+        else:
+            rank.close_pool()
+        if not self._stopping:
+            self._restart(rank.index, str(rank.failure or reason), rank.failure)
+
+    def _restart(self, index: int, reason: str, failure: MMCacheError | None = None) -> None:
         if not self._started.done():
-            self._started.set_exception(rank.failure or SidecarError(f"rank {rank.index} cannot start: {reason}"))
+            self._started.set_exception(failure or SidecarError(f"rank {index} cannot start: {reason}"))
+        if self._started.exception() is not None:
             return
-        deaths = self._deaths_in_a_row[rank.index]
-        delay_s = RESTART_DELAYS_S[min(deaths, len(RESTART_DELAYS_S) - 1)]
-        log.error("rank %d is lost: %s; restart in %.1f s", rank.index, why, delay_s)
-        self._deaths_in_a_row[rank.index] += 1
+        delay_s = restart_delay_s(self._deaths_in_a_row[index])
+        log.error("rank %d is lost: %s; restart in %.1f s", index, reason, delay_s)
+        self._deaths_in_a_row[index] += 1
         self.num_restarts += 1
-        self._loop.call_later(delay_s, self._spawn, rank.index)
+        self._loop.call_later(delay_s, self._spawn, index)
+
+
+def _failure(settings: Settings, failed: StartFailed) -> MMCacheError:
+    if failed.error == CheckpointError.__name__:
+        return CheckpointError(f"model = {settings.model}: {failed.reason}")
+    if failed.error == MemoryUnavailable.__name__:
+        return ConfigError(f"pool_bytes = {settings.pool_bytes} for each of {settings.ranks} ranks: {failed.reason}")
+    return SidecarError(f"a rank cannot start: {failed.reason}")
 
 
 def _facts(settings: Settings, ready: RankReady) -> ModelFacts:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmcache.errors import ItemError
-from mmcache.protocol import GRANT_HEAD, KEY_BYTES, RESULTS_HEAD, Kind, Unsettled, pack_frame
+from mmcache.protocol import GRANT, GRANT_HEAD, KEY_BYTES, RESULTS_HEAD, SUPPLY_WINDOW, Kind, Unsettled, pack_frame
 
 if TYPE_CHECKING:
     from ipc.leases import Holder, Share
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from mmcache.server.connection import Connection
     from mmcache.server.decoders import Supplied
 
-SUPPLY_WINDOW = 32
-"""Items of one request whose bytes are asked for at once: bounds what a request of large files holds in memory."""
+Waiter: TypeAlias = "tuple[Request, int]"
+"""A position of a request."""
 
 
 class Flight:
@@ -28,42 +28,63 @@ class Flight:
             its next stage.
         stage: what it waits for, for error messages.
         waits_for_room: whether that is room in the pool.
-        supplied: while the first waiter's client is asked for the bytes: gives them, or None if it will not send them.
+        supplied: while a waiter's client is asked for the bytes: gives them and whose they are, or None if that
+            client will not send them.
     """
 
     __slots__ = ("key", "stage", "supplied", "waiters", "waits_for_room")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
-        self.waiters: list[tuple[Request, int]] = []
+        self.waiters: dict[Waiter, None] = {}
         self.stage = "looked up"
         self.waits_for_room = False
-        self.supplied: asyncio.Future[Supplied | None] | None = None
+        self.supplied: asyncio.Future[tuple[Waiter, Supplied] | None] | None = None
 
     def join(self, request: Request, position: int) -> None:
         """One more position waits."""
-        self.waiters.append((request, position))
+        self.waiters[request, position] = None
         request.open[position] = self
 
     def leave(self, request: Request, position: int) -> None:
-        """A position waits no longer."""
-        asked = self.waiters[:1]
-        self.waiters.remove((request, position))
-        if self.waiters[:1] != asked:
-            self.supply(None)
+        """A position waits no longer, if it did."""
+        was_first = self.first() == (request, position)
+        self.waiters.pop((request, position), None)
+        if was_first:
+            self._answer(None)
 
-    def supply(self, supplied: Supplied | None) -> bool:
-        """Settle the question for bytes. False when nobody asked."""
-        if self.supplied is None or self.supplied.done():
+    def first(self) -> Waiter | None:
+        """Who is asked for the bytes next."""
+        return next(iter(self.waiters), None)
+
+    def pass_on(self) -> bool:
+        """Put every position of the first waiter's connection behind the others'. False if there are no others."""
+        first = self.first()
+        if first is None:
             return False
-        self.supplied.set_result(supplied)
+        theirs = [waiter for waiter in self.waiters if waiter[0].connection is first[0].connection]
+        if len(theirs) == len(self.waiters):
+            return False
+        for waiter in theirs:
+            del self.waiters[waiter]
+            self.waiters[waiter] = None
         return True
+
+    def supply(self, request: Request, position: int, supplied: Supplied) -> bool:
+        """Bytes came. False when they are not waited for any more."""
+        return self._answer(((request, position), supplied))
 
     def fail(self, error: ItemError) -> None:
         """Every waiter gets the error."""
-        for request, position in self.waiters:
+        waiters, self.waiters = self.waiters, {}
+        for request, position in waiters:
             request.fail(position, error)
-        self.waiters = []
+
+    def _answer(self, answer: tuple[Waiter, Supplied] | None) -> bool:
+        if self.supplied is None or self.supplied.done():
+            return False
+        self.supplied.set_result(answer)
+        return True
 
 
 class Request:
@@ -72,12 +93,27 @@ class Request:
     Attributes:
         keys: content keys by position.
         open: the flight of every position that is not settled.
+        asked: positions whose bytes the client was asked for.
     """
 
     __slots__ = (
-        "_errors", "_failed", "_flush_due", "_granted", "_need", "_reasons", "_timer",
-        "_window", "connection", "deadline",
-        "holder", "keys", "open", "request_id",
+        "_errors",
+        "_failed",
+        "_flush_due",
+        "_granted",
+        "_is_finished",
+        "_need",
+        "_reasons",
+        "_sent",
+        "_timer",
+        "_window",
+        "asked",
+        "connection",
+        "deadline",
+        "holder",
+        "keys",
+        "open",
+        "request_id",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, holder: Holder, request_id: int, keys: bytes, timeout_s: float) -> None:
@@ -86,6 +122,9 @@ class Request:
         self.request_id = request_id
         self.keys: tuple[bytes, ...] = struct.unpack(f"{KEY_BYTES}s" * (len(keys) // KEY_BYTES), keys)
         self.open: dict[int, Flight] = {}
+        self.asked: set[int] = set()
+        self._sent: list[bytes] = []
+        self._is_finished = False
         self.deadline = asyncio.get_running_loop().time() + timeout_s
         self._granted: list[Any] = []
         self._need: list[int] = []
@@ -119,6 +158,7 @@ class Request:
 
     def ask(self, position: int) -> None:
         """Ask the client for the bytes of a position."""
+        self.asked.add(position)
         self._need.append(position)
         self._flush_soon()
 
@@ -132,6 +172,7 @@ class Request:
         if self._granted or more is not None:
             body = b"".join((RESULTS_HEAD.pack(self.request_id), *self._granted))
             self._granted.clear()
+            self._sent.append(body)
             self.connection.send(pack_frame(Kind.RESULTS, more, body))
         if not self.open:
             self._finish()
@@ -152,8 +193,9 @@ class Request:
 
     def _expire(self) -> None:
         late, self.open = self.open, {}
+        errors = self.connection.late_errors()
         for position, flight in late.items():
-            error = self.connection.late_error(flight)
+            error = errors(flight)
             flight.leave(self, position)
             self.fail(position, error)
         self.flush()
@@ -163,7 +205,15 @@ class Request:
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self.flush)
 
+    def grants(self) -> set[tuple[int, int]]:
+        """Slot and generation of every lease that was sent."""
+        records = (record for body in self._sent for record in GRANT.iter_unpack(body[RESULTS_HEAD.size :]))
+        return {(slot, generation) for _, slot, generation, *_ in records}
+
     def _finish(self) -> None:
+        if self._is_finished:
+            return
+        self._is_finished = True
         if self._timer is not None:
             self._timer.cancel()
         self.connection.finished(self)

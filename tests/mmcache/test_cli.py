@@ -40,7 +40,7 @@ def test_help(command: tuple[str, ...]) -> None:
             "--model", "--device", "--ranks", "--dtype", "--pool-bytes", "--store", "--state", "--socket", "--config",
         ):  # fmt: skip
             assert flag in done.stdout
-        assert "[default: 512MiB]" in done.stdout
+        assert "[default: 256MiB]" in done.stdout
     elif command:
         assert "--socket" in done.stdout
 
@@ -116,7 +116,15 @@ def test_encode_goes_on_after_a_bad_file(shared_sidecar: SidecarProcess, tmp_pat
     assert len(done.stdout.splitlines()) == 1
     assert "UndecodableImage" in done.stderr
     assert "UnreadableItem" in done.stderr
+    assert "3 images in" in done.stderr
     assert "2 failed" in done.stderr
+
+
+def test_out_that_cannot_be_made_is_one_line(shared_sidecar: SidecarProcess) -> None:
+    done = run("encode", picture_folder() / "horse.png", "--out", "/proc/out", "--socket", shared_sidecar.socket)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "/proc/out cannot be created" in done.stderr
 
 
 def test_a_closed_pipe_is_no_traceback(shared_sidecar: SidecarProcess) -> None:

@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -127,6 +128,8 @@ def bad_items(folder: Path) -> list[tuple[Any, type[mmcache.ItemError], str]]:
     truncated.write_bytes(jpeg(40, 200, 300)[:-4000])
     empty = folder / "empty.jpg"
     empty.touch()
+    odd = Image.new("P", (4, 4))
+    odd.info["transparency"] = "clear"
     rgb16 = Image.fromarray(np.zeros((8, 8), np.uint16))
     return [
         (text, mmcache.UndecodableImage, "not a picture"),
@@ -144,6 +147,7 @@ def bad_items(folder: Path) -> list[tuple[Any, type[mmcache.ItemError], str]]:
         (torch.zeros(8, 8, 3), mmcache.UnsupportedItem, "uint8"),
         (np.zeros((0, 8, 3), np.uint8), mmcache.UnsupportedItem, "H×W×3"),
         (rgb16, mmcache.UnsupportedMode, "I;16"),
+        (odd, mmcache.UnsupportedItem, "transparency"),
     ]
 
 
@@ -236,6 +240,49 @@ def test_hold_acknowledges_when_the_storage_dies(sidecar: SidecarProcess) -> Non
         assert client.stats()["leases"]["active"] == 0
 
 
+def test_hold_acknowledges_while_its_lease_is_still_around(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as client:
+        (lease,) = client.encode([image(1)])
+        early = lease.numpy()
+        held = [lease.hold(), lease.hold()]
+        assert torch.equal(held[0], lease.tensor)
+        del held, early
+        gc.collect()
+        assert client.stats()["leases"]["active"] == 0
+        with pytest.raises(mmcache.LeaseReleased):
+            _ = lease.tensor
+        lease.release()
+
+
+def test_pools_are_unmapped_after_the_last_lease(tmp_path: Path) -> None:
+    def is_mapped() -> bool:
+        return "mmcache-pool" in Path("/proc/self/maps").read_text()
+
+    sidecar = SidecarProcess(tmp_path).start()
+    client = sidecar.connect()
+    (lease,) = client.encode([image(1)])
+    sidecar.kill()
+    with pytest.raises(mmcache.ConnectionLost):
+        client.stats()
+    assert is_mapped()
+    lease.release()
+    del lease
+    gc.collect()
+    assert not is_mapped(), "while the client object is still there"
+    client.close()
+
+
+def test_grants_on_their_way_end_with_a_timeout(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as observer, sidecar.connect(timeout=0.5) as client:
+        client.encode([image(1)])[0].release()
+        sidecar.send_signal(signal.SIGSTOP)
+        with pytest.raises(mmcache.RequestTimeout):
+            client.encode([image(1)] * 20)
+        sidecar.send_signal(signal.SIGCONT)
+        eventually(lambda: observer.stats()["items"]["hit_pool"] >= 20, "it answered late")
+        eventually(lambda: observer.stats()["leases"]["active"] == 0, "though the client makes no further call")
+
+
 def test_close_acknowledges_all_but_held(sidecar: SidecarProcess) -> None:
     client = sidecar.connect()
     leases = client.encode([image(1), image(2), image(3)])
@@ -271,8 +318,9 @@ def test_wrong_calls(client: mmcache.Client, tmp_path: Path) -> None:
         client.encode([], errors="ignore")  # type: ignore[arg-type]
     with pytest.raises(mmcache.SidecarUnavailable, match="no such socket"):
         mmcache.connect(tmp_path / "nothing.sock")
-    with pytest.raises(ValueError, match="timeout"):
-        mmcache.connect(tmp_path / "nothing.sock", timeout=0)
+    for timeout in (0, -1, float("inf"), float("nan"), 1e12):
+        with pytest.raises(ValueError, match="timeout"):
+            mmcache.connect(tmp_path / "nothing.sock", timeout=timeout)
 
 
 def test_more_leases_than_control_words(tmp_path: Path) -> None:
@@ -356,8 +404,43 @@ def test_an_interrupted_call_leaks_nothing_and_costs_the_connection(sidecar: Sid
 
 
 def test_threads_take_turns_within_their_timeout(sidecar: SidecarProcess) -> None:
-    with sidecar.connect(timeout=0.5) as client, client._turn, pytest.raises(mmcache.RequestTimeout, match="thread"):
-        client.stats()
+    with sidecar.connect(timeout=0.5) as client:
+        errors: list[Exception] = []
+
+        def call() -> None:
+            try:
+                client.stats()
+            except mmcache.RequestTimeout as error:
+                errors.append(error)
+
+        with client._turn:
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+        assert "another thread" in str(errors[0])
+
+
+def test_a_signal_handler_may_close_and_nothing_else(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as observer, sidecar.connect() as client:
+        raised: list[Exception] = []
+
+        def handler(number: int, frame: object) -> None:
+            try:
+                client.stats()
+            except mmcache.ClientClosed as error:
+                raised.append(error)
+            client.close()
+
+        pictures = [image(seed, 840, 1120) for seed in range(100, 140)]
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        try:
+            with pytest.raises(mmcache.MMCacheError):
+                client.encode(pictures)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert "under way" in str(raised[0])
+        eventually(lambda: observer.stats()["leases"] == idle_leases(1), "nothing of it is left")
 
 
 def test_a_frozen_sidecar_is_a_timeout_and_then_goes_on(sidecar: SidecarProcess) -> None:

@@ -26,16 +26,16 @@ def test_defaults_are_resolved() -> None:
     assert settings.state == Path("/users/someone/.local/state/mmcache")
     assert settings.store_path == settings.state / "embeddings.lmdb"
     assert settings.socket == settings.state / "mmcache.sock"
-    assert settings.pool_bytes == 512 << 20
+    assert settings.pool_bytes == 256 << 20
 
 
 def test_flags_win_over_variables_over_the_file(tmp_path: Path) -> None:
-    file = _config(tmp_path, 'ranks = 3\nmodel = "from-file"\ndtype = "bfloat16"\n')
-    environ = HOME | {"MMCACHE_RANKS": "4", "MMCACHE_MODEL": "from-variable"}
+    file = _config(tmp_path, 'ranks = 3\nmodel = "kimi-k2.5"\ndtype = "bfloat16"\n')
+    environ = HOME | {"MMCACHE_RANKS": "4", "MMCACHE_MODEL": "moonvit-tiny"}
     settings = load_settings({"ranks": 5, "model": None}, environ, file)
-    assert (settings.ranks, settings.model, settings.dtype) == (5, "from-variable", "bfloat16")
+    assert (settings.ranks, settings.model, settings.dtype) == (5, "moonvit-tiny", "bfloat16")
     by_variable = load_settings({}, HOME | {"MMCACHE_CONFIG": str(file), "MMCACHE_MODEL": ""})
-    assert (by_variable.ranks, by_variable.model) == (3, "from-file")
+    assert (by_variable.ranks, by_variable.model) == (3, "kimi-k2.5")
 
 
 def test_the_result_is_frozen_and_every_setting_is_described() -> None:

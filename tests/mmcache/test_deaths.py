@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -184,6 +185,21 @@ def test_killed_decoder_is_replaced(sidecar: SidecarProcess) -> None:
         with client.encode([image(1)])[0] as lease:
             assert lease.origin == "encoded"
         assert sidecar.stats()["decoders"]["restarts"] == 1
+
+
+def test_processes_come_back_when_descriptors_do(sidecar: SidecarProcess) -> None:
+    """Rank and decoder die while the sidecar has no descriptor left to start others."""
+    with sidecar.connect() as client:
+        stats = sidecar.stats()
+        before = resource.prlimit(sidecar.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(sidecar.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+        for pid in (*stats["ranks"]["pids"], *stats["decoders"]["pids"]):
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: client.stats()["ranks"]["restarts"] >= 2, "it tries and fails")
+        assert client.stats()["ranks"]["ready"] == 0
+        resource.prlimit(sidecar.pid, resource.RLIMIT_NOFILE, before)
+        with client.encode([image(1)])[0] as lease:
+            assert lease.origin == "encoded"
 
 
 def test_killed_sidecar_leaves_nothing_and_its_clients_read_on(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,19 @@ def test_a_bomb_is_refused_from_its_header() -> None:
     assert len(data.getvalue()) < 1 << 20
     with pytest.raises(ImageTooLarge, match="900000000 pixels"):
         decoded(describe(data.getvalue(), 0, LIMIT), 100_000_000)
+
+
+def test_sizes_are_checked_before_memory_is_taken() -> None:
+    with pytest.raises(ImageTooLarge, match="400000000 pixels"):
+        OpenedMedia("pil", b'{"mode":"RGB","size":[20000,20000]}', memoryview(bytes(3)), 1_000_000)
+    with pytest.raises(UndecodableImage, match="3 bytes are not a PIL image"):
+        OpenedMedia("pil", b'{"mode":"RGB","size":[900,900]}', memoryview(bytes(3)), 1_000_000)
+    inner = io.BytesIO()
+    Image.new("L", (3000, 3000)).save(inner, "PNG")
+    entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(inner.getvalue()), 22)
+    icon = struct.pack("<HHH", 0, 1, 1) + entry + inner.getvalue()
+    with pytest.raises(ImageTooLarge):
+        decoded(describe(icon, 0, LIMIT), 1_000_000)
 
 
 @pytest.mark.parametrize("mode", ["I", "F", "I;16", "LAB"])

@@ -16,6 +16,7 @@ import mmcache
 from ipc.memory_shm import sealed_copy
 from mmcache.errors import ProtocolError
 from mmcache.protocol import (
+    ENCODE_HEAD,
     MAGIC,
     MAX_BODY_BYTES,
     PREFIX,
@@ -25,6 +26,7 @@ from mmcache.protocol import (
     Kind,
     StatsRequest,
     Supply,
+    Unsettled,
     pack_frame,
     parse,
 )
@@ -119,6 +121,25 @@ def test_uncounted_descriptors_are_refused_and_closed() -> None:
         assert set(os.listdir("/proc/self/fd")) == before
 
 
+def test_descriptors_do_not_pile_up() -> None:
+    """A frame that never completes, with more descriptors on every byte of it."""
+    left, right = socket.socketpair()
+    with left, right:
+        before = set(os.listdir("/proc/self/fd"))
+        left.send(PREFIX.pack(MAGIC, Kind.SUPPLY, 1, 0, 0, 1000))
+        reader = FrameReader()
+        flood = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * 16))]
+        left.sendmsg([b"x"], flood)
+        receive_once(right, reader)
+        receive_once(right, reader)
+        assert reader.next_frame() is None
+        left.sendmsg([b"x"], flood)
+        with pytest.raises(ProtocolError, match="descriptors came for one frame"):
+            receive_once(right, reader)
+        reader.close()
+        assert set(os.listdir("/proc/self/fd")) == before
+
+
 def raw(sidecar: SidecarProcess) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(20)
@@ -202,6 +223,8 @@ def test_hostile_frames_cut_off_their_sender(shared_sidecar: SidecarProcess, tmp
         (pack_frame(Kind.RESULTS, None, bytes(4)).data, []),
         (pack_frame(Kind.ACKNOWLEDGE, StatsRequest(), b"123").data, []),
         (PREFIX.pack(MAGIC, 999, 0, 0, 0, 0), []),
+        (pack_frame(Kind.BYE, None, bytes(8 * 20_000)).data, []),
+        (PREFIX.pack(MAGIC, Kind.CANCEL, 0, 0, 1 << 17, 0) + bytes(1 << 17), []),
         (supplied(0), [unsealed(4096)]),
         (supplied(0), [plain]),
         (supplied(0, sizes=[1 << 40]), [sealed]),
@@ -216,6 +239,25 @@ def test_hostile_frames_cut_off_their_sender(shared_sidecar: SidecarProcess, tmp
         channel.close()
     with shared_sidecar.connect() as client:
         client.encode([image(1)])[0].release()
+
+
+def test_a_reused_request_id_poisons_no_key(shared_sidecar: SidecarProcess) -> None:
+    keys = [b"k" * 15 + bytes([number]) for number in range(3)]
+    channel = greeted(shared_sidecar)
+    for _ in range(20):
+        for key in keys:
+            channel._sock.send(
+                pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 2**32 - 1) + key).data
+                + pack_frame(Kind.CANCEL, Cancel(request_id=1)).data
+            )
+    channel._sock.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 2**32 - 1) + keys[0]).data)
+    channel.close()
+    honest = greeted(shared_sidecar)
+    honest.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 60_000) + b"".join(keys)))
+    asked: set[int] = set()
+    while asked != {0, 1, 2}:
+        asked |= set(parse(Unsettled, honest.receive()).need)
+    honest.close()
 
 
 def test_false_acknowledgements_change_nothing(shared_sidecar: SidecarProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ def serve(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
         ([], {"MMCACHE_RANKS": "0"}, ["ranks", "variable MMCACHE_RANKS", "1 to 64"]),
         (["--device", "cuda"], {}, ["device", "flag --device", "not available yet"]),
         (["--store", "redis://localhost"], {}, ["store", "flag --store", "not available yet"]),
+        (["--model", "nope"], {}, ["model", "flag --model", "moonvit-tiny, kimi-k2.5"]),
         (["--store", "ftp://x/y"], {}, ["store", "unknown kind"]),
         (["--config", "/nonexistent.toml"], {}, ["config", "No such file"]),
         (["--socket", "/tmp/" + "x" * 120], {}, ["socket", "107"]),
@@ -48,13 +50,24 @@ def test_wrong_setting_is_one_error_and_status_2(flags: list[str], environ: dict
         assert word in done.stderr
 
 
-def test_unknown_model_is_refused(tmp_path: Path) -> None:
-    flags = (f"--state={tmp_path}/state", f"--socket={tmp_path}/s", "--ranks=1", "--pool-bytes=1MiB")
-    done = serve(*flags, "--model", str(tmp_path / "nothing"))
-    assert done.returncode == 1
-    assert "moonvit-tiny" in done.stderr, "the presets are listed"
-    assert not (tmp_path / "s").exists()
-    assert not (tmp_path / "s.lock").exists()
+def test_a_model_that_does_not_load_names_its_tensors(tmp_path: Path) -> None:
+    """The setting is right, the checkpoint is not: every rank fails, and one of them says why."""
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "kimi_k25", "vision_config": {}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    flags = (f"--state={tmp_path}/state", f"--socket={tmp_path}/s", "--ranks=2", "--pool-bytes=1MiB")
+    done = serve(*flags, "--model", str(tmp_path / "model"))
+    assert done.returncode in (1, 2)
+    assert str(tmp_path / "model") in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["model"], ["model", "state"])
+
+
+def test_memory_that_is_not_there_names_its_setting(tmp_path: Path) -> None:
+    done = serve(f"--state={tmp_path}/state", f"--socket={tmp_path}/s", "--pool-bytes=10TiB", "--store=none")
+    assert done.returncode == 2
+    assert "pool_bytes" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_flags_win_over_variables_over_the_file(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 import mmcache
 from mmcache.keys import KeyHasher
 from mmcache.media import describe
-from tests.mmcache.support import SidecarProcess, image
+from tests.mmcache.support import SidecarProcess, eventually, image
 
 
 def in_threads(jobs: list[Any]) -> list[Any]:
@@ -71,6 +74,45 @@ def test_a_dead_supplier_is_replaced(sidecar: SidecarProcess) -> None:
         silent._channel.close()
         waiting.join()
         assert results[0].origin == "encoded"
+        results[0].release()
+
+
+def test_a_stalled_supplier_does_not_block_others(sidecar: SidecarProcess) -> None:
+    """The client that was asked for the bytes neither sends them nor dies."""
+    from mmcache.protocol import ENCODE_HEAD, Kind, pack_frame
+
+    with sidecar.connect() as silent, sidecar.connect() as patient:
+        key = silent.key(image(2))
+        silent._channel.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 60_000) + key))
+        with patient.encode([image(2)])[0] as lease:
+            assert lease.origin == "encoded"
+
+
+def test_a_liar_that_leaves_while_it_is_caught(sidecar: SidecarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its false bytes lie at the decoder when it closes; whoever waits for the same key is asked next."""
+    truth, lie = image(3), image(4)
+    decoder = sidecar.stats()["decoders"]["pids"][0]
+    with sidecar.connect() as honest:
+        key = honest.key(truth)
+        liar = sidecar.connect()
+        monkeypatch.setattr(KeyHasher, "key", lambda *_: key)
+        pending = liar._core.encode([0], [describe(lie, 0, 1 << 20)], [key], 60.0)
+        monkeypatch.undo()
+        os.kill(decoder, signal.SIGSTOP)
+        liar._send_outbox(time.monotonic() + 10)
+        while not liar._core.outbox:
+            liar._core.receive(liar._channel.receive(time.monotonic() + 10))
+        liar._send_outbox(time.monotonic() + 10)
+        results: list[Any] = []
+        waiting = threading.Thread(target=lambda: results.extend(honest.encode([truth], errors="return")))
+        waiting.start()
+        eventually(lambda: sidecar.stats()["items"]["joined"] == 1, "the honest one waits")
+        liar._channel.close()
+        eventually(lambda: sidecar.stats()["leases"]["connections"] == 2, "the liar is gone")
+        os.kill(decoder, signal.SIGCONT)
+        waiting.join()
+        assert not pending.is_done
+        assert isinstance(results[0], mmcache.Lease), results
         results[0].release()
 
 

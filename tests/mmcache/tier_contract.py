@@ -14,6 +14,7 @@ from mmcache.keys import checksum
 from mmcache.tiers.base import Entry, Tier
 
 CHUNK_BYTES = 4096
+LONG_S = 30.0
 DIM = 16
 
 
@@ -66,8 +67,8 @@ class TierContract(ABC):
             try:
                 await test(tier)
             finally:
-                await tier.close()
-                await tier.close()
+                assert await tier.close(LONG_S)
+                assert await tier.close(LONG_S)
 
         asyncio.run(whole())
 

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 POOL = ORIGINS.index("pool")
 SWEEP_INTERVAL_S = 0.25
+STORE_CLOSE_TIMEOUT_S = 5.0
 
 
 class Coordinator:
@@ -240,5 +241,6 @@ class Coordinator:
         """End the processes and give the memory back."""
         await asyncio.gather(self.ranks.stop(2.0), self.decoders.stop(2.0))
         self._misses.cancel()
-        await self.store.close()
+        if not await self.store.close(STORE_CLOSE_TIMEOUT_S):
+            log.error("the store did not close within %.0f s; a write or read of it hangs", STORE_CLOSE_TIMEOUT_S)
         self.ingest.close()

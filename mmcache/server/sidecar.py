@@ -7,11 +7,12 @@ import contextlib
 import gc
 import logging
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 
 import uvloop
 
 from mmcache.config import Settings
+from mmcache.errors import SidecarError
 from mmcache.server.coordinator import Coordinator
 from mmcache.server.ingest import Ingest
 from mmcache.server.listener import Listener
@@ -23,6 +24,7 @@ from mmcache.transport import raise_descriptor_limit
 log = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 0.5
+STORE_OPEN_TIMEOUT_S = 30.0
 
 
 def run(settings: Settings, announce: Callable[[Coordinator], None]) -> None:
@@ -41,8 +43,11 @@ async def _serve(settings: Settings, announce: Callable[[Coordinator], None]) ->
     listener = Listener(settings.socket)
     try:
         async with _Signals() as signals:
-            seed, ingest = load_or_create_seed(state), Ingest(settings.ingest_bytes)
-            coordinator = Coordinator(settings, seed, ingest, _store(settings))
+            seed = load_or_create_seed(state)
+            opening = asyncio.ensure_future(_open_store(settings))
+            if not await signals.before(opening):
+                return
+            coordinator = Coordinator(settings, seed, Ingest(settings.ingest_bytes), opening.result())
             try:
                 await _serve_until(signals, coordinator, listener, announce)
             finally:
@@ -81,9 +86,18 @@ def _accept_from(listener: Listener, coordinator: Coordinator) -> None:
         loop.add_reader(listener.fileno(), accept)
 
 
-def _store(settings: Settings) -> TieredStore:
-    tiers = [] if settings.store_path is None else [LmdbTier(settings.store_path, settings.store_bytes)]
-    return TieredStore(tiers, settings.store_timeout_ms / 1000, settings.write_behind_bytes)
+async def _open_store(settings: Settings) -> TieredStore:
+    tiers = []
+    if settings.store_path is not None:
+        try:
+            async with asyncio.timeout(STORE_OPEN_TIMEOUT_S):
+                tiers.append(await LmdbTier.open(settings.store_path, settings.store_bytes))
+        except TimeoutError:
+            reason = f"could not be opened within {STORE_OPEN_TIMEOUT_S} s; another process may be writing to it"
+            raise SidecarError(f"store = {settings.store}: {reason}") from None
+    # What waits to be written is pinned in the pool: it must never fill it.
+    share = settings.ranks * settings.pool_bytes // 4
+    return TieredStore(tiers, settings.store_timeout_ms / 1000, min(settings.write_behind_bytes, share))
 
 
 class _Signals:
@@ -93,7 +107,7 @@ class _Signals:
         self.stop = asyncio.Event()
         self._now = asyncio.Event()
 
-    async def before(self, work: Coroutine[object, object, None], num_signals: int = 1) -> bool:
+    async def before(self, work: Awaitable[object], num_signals: int = 1) -> bool:
         """Run `work`; False when that many signals came first, and it was cancelled."""
         task = asyncio.ensure_future(work)
         signalled = asyncio.ensure_future((self.stop if num_signals == 1 else self._now).wait())

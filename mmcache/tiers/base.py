@@ -40,6 +40,10 @@ class TierError(Exception):
     """The tier as a whole could not do it: unreachable, full, broken. Never about one damaged entry."""
 
 
+class LeftBehindError(TierError):
+    """The tier was closed while the call hung. What it was given may still be read, until the process ends."""
+
+
 class Tier(ABC):
     """One level of storage.
 
@@ -81,6 +85,7 @@ class Tier(ABC):
         afterwards; a cancelled call therefore ends late.
 
         Raises:
+            LeftBehindError: the tier was closed meanwhile and could not wait: `payload` must never change from now on.
             TierError: it was not stored.
         """
 
@@ -93,5 +98,9 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    async def close(self) -> None:
-        """Finish what runs and give up every resource. Closing twice is harmless."""
+    async def close(self, timeout_s: float) -> bool:
+        """Finish what runs, within the time, and give up every resource. Closing twice is harmless.
+
+        False when something hung: it is left behind, without keeping the interpreter from its exit, and calls that
+        still wait for it end with LeftBehindError.
+        """

@@ -1,24 +1,26 @@
-"""The file store: one LMDB file, one writer thread, few reader threads."""
+"""The file store: one LMDB file, opened with care, its transactions guarded."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import lmdb
 
 from mmcache.errors import ConfigError
 from mmcache.keys import checksum
-from mmcache.tiers.base import Entry, Tier, TierError
+from mmcache.tiers.base import Entry, TierError
 from mmcache.tiers.codec import DamagedEntryError, Header, unpack_header
-from mmcache.tiers.lmdb_layout import NAMES, Layout, Outcome, claim
-from mmcache.tiers.threads import Gate, Landing, settled
+from mmcache.tiers.lmdb_guard import DamagedFileError, ForeignFileError, Guard, preflight, read_meta, set_aside
+from mmcache.tiers.lmdb_layout import MARK, NAMES, Layout, claim, lost_its_mark
+from mmcache.tiers.lmdb_pages import verify
+from mmcache.tiers.threaded import BlockingFile, ThreadedTier
+from mmcache.tiers.threads import Gate, Landing, Outcome, Threads
 
-T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 BUDGET_SHARE = 0.7
 """Of the map, for entries; the rest lets a full store keep finding runs of free pages."""
@@ -26,9 +28,18 @@ CHUNK_BYTES = (512 << 10) - 16
 EVICTION_ROOM_BYTES = 16 << 20
 MAX_ATTEMPTS = 8
 
+_DAMAGE = (
+    lmdb.BadTxnError, lmdb.CorruptedError, lmdb.IncompatibleError, lmdb.InvalidError, lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+)  # fmt: skip
 
-class LmdbFile:
-    """The file, for threads: any may read, one at a time may write. Raises lmdb.Error and OSError as they come.
+
+class _FullError(TierError):
+    """No run of free pages is long enough."""
+
+
+class LmdbFile(BlockingFile):
+    """The file. A damaged one is set aside and an empty one started: when it is opened, and else at the next start.
 
     Args:
         path: the file; made with mode 0600 if missing.
@@ -43,18 +54,16 @@ class LmdbFile:
         self._chunk_bytes = chunk_bytes
         self._budget_bytes = int(map_bytes * BUDGET_SHARE)
         self._gate = Gate()
+        self._fault: str | None = None
+        self.num_damaged = 0
         try:
-            self._env = lmdb.Environment(
-                str(path), map_size=_map_bytes(path, map_bytes), subdir=False, max_dbs=len(NAMES), mode=0o600,
-                metasync=False, max_spare_txns=4,
-            )  # fmt: skip
-            self._env.reader_check()
-            with self._env.begin(write=True) as txn:
-                if (held := claim(txn)) is not None:
-                    raise ConfigError(f"store = {path}: must be a store of this release, it holds {_named(held)}")
-                headers, chunks, order = (self._env.open_db(name, txn=txn) for name in NAMES)
-            self._layout = Layout(headers, chunks, order, self._env.stat()["psize"])
-        except (lmdb.Error, OSError) as error:
+            try:
+                self._env, self._layout, self._guard = _open(path, map_bytes)
+            except (DamagedFileError, *_DAMAGE) as error:
+                self.num_damaged = 1
+                log.error("store %s: damaged: %s; kept as %s, starting empty", path, error, set_aside(path))
+                self._env, self._layout, self._guard = _open(path, map_bytes)
+        except (lmdb.Error, OSError, DamagedFileError, ForeignFileError) as error:
             raise ConfigError(f"store = {path}: must be a file that LMDB can open and write: {error}") from error
 
     def find(self, keys: Sequence[bytes]) -> tuple[list[Entry | None], list[bytes]]:
@@ -94,8 +103,7 @@ class LmdbFile:
                 with self._begin(write=True) as txn:
                     self._layout.write(txn, header, payload)
                 return num_evicted
-            except lmdb.MapFullError:  # free pages too scattered, or still seen by a reader
-                self._env.reader_check()
+            except _FullError:  # free pages too scattered, or still seen by a reader
                 num_evicted += self._evict(need)
         raise TierError(f"no room for {entry.nbytes} bytes after {num_evicted} evictions")
 
@@ -122,12 +130,34 @@ class LmdbFile:
 
     def _evict(self, excess: int) -> int:
         with self._begin(write=True) as txn:
+            self._env.reader_check()
             return self._layout.evict(txn, excess)
 
     @contextmanager
     def _begin(self, *, write: bool = False, buffers: bool = False) -> Iterator[Any]:
+        if self._fault is not None:
+            raise TierError(f"the file store is out of use until the next start: {self._fault}")
+        try:
+            with self._resized(write, buffers) as txn:
+                self._guard.check(self._last_page)  # again: it may have waited long
+                if write:
+                    self._guard.pad(self._last_page())
+                yield txn
+            if write:
+                self._guard.check(self._last_page)  # how far the file reaches now
+        except (DamagedFileError, FileNotFoundError, *_DAMAGE) as error:
+            self._give_up(error)
+            raise TierError(f"the file store is damaged: {error}") from error
+        except lmdb.MapFullError as error:
+            raise _FullError(f"the file store is full: {error}") from error
+        except (lmdb.Error, OSError) as error:
+            raise TierError(f"the file store failed: {error}") from error
+
+    @contextmanager
+    def _resized(self, write: bool, buffers: bool) -> Iterator[Any]:
         begin: Any = self._env.begin
         with self._gate.shared():
+            self._guard.check(self._last_page)
             try:
                 txn = begin(write=write, buffers=buffers)
             except lmdb.MapResizedError:
@@ -141,97 +171,77 @@ class LmdbFile:
         with self._gate.shared(), begin(write=write, buffers=buffers) as txn:
             yield txn
 
+    def _last_page(self) -> int:
+        last_page: int = self._env.info()["last_pgno"]
+        return last_page
 
-class LmdbTier(Tier):
-    """The file store. Several processes may open one file. Arguments and errors as for `LmdbFile`."""
+    def _give_up(self, error: Exception) -> None:
+        """Use the file no more; the next start finds it set aside, and begins with an empty one."""
+        self._fault = str(error)
+        self.num_damaged = 1
+        log.error("store: the file is damaged and out of use until the next start: %s", error)
+        with suppress(OSError):
+            self._guard.set_aside()
+
+
+class LmdbTier(ThreadedTier):
+    """The file store; made by `open`. Several processes may open one file."""
 
     name = "lmdb"
 
-    def __init__(self, path: Path, map_bytes: int, *, chunk_bytes: int = CHUNK_BYTES, num_readers: int = 2) -> None:
-        super().__init__()
-        self._file = LmdbFile(path, map_bytes, chunk_bytes)
-        self._writer = ThreadPoolExecutor(1, "mmcache-lmdb-write")
-        self._readers = ThreadPoolExecutor(num_readers, "mmcache-lmdb-read")
-        self._removals: set[asyncio.Future[tuple[None, tuple[int, int]]]] = set()
-        self._is_closed = False
-        self._gauge(self._file.usage())
+    @classmethod
+    async def open(
+        cls, path: Path, map_bytes: int, *, chunk_bytes: int = CHUNK_BYTES, num_readers: int = 2
+    ) -> LmdbTier:
+        """Open or make the file, in a thread; arguments and errors as for `LmdbFile`.
 
-    async def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        found, damaged = await self._read(self._file.find, keys)
-        if damaged:
-            self._discard(damaged)
-        return found
-
-    async def read(self, entry: Entry, into: memoryview) -> bool:
-        landing = Landing(into.cast("B"))
-        try:
-            outcome = await self._read(self._file.read, entry, landing)
-        finally:
-            landing.close()  # a cancelled thread may still be at it, and nobody hears what it finds
-        if outcome is Outcome.DAMAGED:
-            self._discard([entry.key])
-        return outcome is Outcome.READ
-
-    async def put(self, entry: Entry, payload: memoryview) -> None:
-        self.counters["evicted"] += await self._write(self._file.put, entry, payload.cast("B"))
-
-    async def remove(self, keys: Sequence[bytes]) -> None:
-        await self._write(self._file.remove, keys)
-
-    async def close(self) -> None:
-        if self._is_closed:
-            return
-        while self._removals:
-            await asyncio.wait(self._removals)
-        self._is_closed = True
-        for executor in (self._readers, self._writer):
-            await settled(asyncio.ensure_future(asyncio.to_thread(executor.shutdown)))
-        self._file.close()
-
-    def _discard(self, keys: Sequence[bytes]) -> None:
-        """Count damaged entries and have them removed, before anything that is put from now on."""
-        self.counters["damaged"] += len(keys)
-        removal = self._submit(self._writer, self._measured, self._file.remove, keys)
-        self._removals.add(removal)
-        removal.add_done_callback(self._discarded)
-
-    def _discarded(self, removal: asyncio.Future[tuple[None, tuple[int, int]]]) -> None:
-        self._removals.discard(removal)
-        try:
-            self._gauge(removal.result()[1])
-        except (lmdb.Error, OSError):
-            self.counters["remove_failed"] += 1
-
-    async def _write(self, work: Callable[..., T], *arguments: object) -> T:
-        done: asyncio.Future[tuple[T, tuple[int, int]]]
-        done = self._submit(self._writer, self._measured, work, *arguments)
-        with _failures():
-            result, usage = await settled(done)
-        self._gauge(usage)
-        return result
-
-    async def _read(self, work: Callable[..., T], *arguments: object) -> T:
-        with _failures():
-            return await self._submit(self._readers, work, *arguments)
-
-    def _submit(self, executor: ThreadPoolExecutor, work: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
-        if self._is_closed:
-            raise TierError("the file store is closed")
-        return asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
-
-    def _measured(self, work: Callable[..., T], *arguments: object) -> tuple[T, tuple[int, int]]:
-        return work(*arguments), self._file.usage()
-
-    def _gauge(self, usage: tuple[int, int]) -> None:
-        self.counters["entries"], self.counters["bytes_used"] = usage
+        It takes as long as another process holds the file's writer lock, and as the pages of keys take to be read.
+        Cancelling it leaves the thread behind, which then closes the file, and keeps nothing from ending.
+        """
+        with ExitStack() as unless_opened:
+            writer = Threads(1, "mmcache-lmdb-write")
+            unless_opened.callback(writer.end)
+            file, usage = await writer.submit(_opened, path, map_bytes, chunk_bytes)
+            unless_opened.pop_all()
+        return cls(file, usage, writer, Threads(num_readers, "mmcache-lmdb-read"))
 
 
-@contextmanager
-def _failures() -> Iterator[None]:
+def _opened(path: Path, map_bytes: int, chunk_bytes: int) -> tuple[LmdbFile, tuple[int, int]]:
+    file = LmdbFile(path, map_bytes, chunk_bytes)
     try:
-        yield
-    except (lmdb.Error, OSError) as error:
-        raise TierError(f"the file store failed: {error}") from error
+        return file, file.usage()
+    except TierError as error:
+        raise ConfigError(f"store = {path}: must be readable: {error}") from error
+
+
+def _open(path: Path, map_bytes: int) -> tuple[lmdb.Environment, Layout, Guard]:
+    preflight(path)
+    with ExitStack() as unless_opened:
+        env = lmdb.Environment(
+            str(path), map_size=_map_bytes(path, map_bytes), subdir=False, max_dbs=len(NAMES), mode=0o600,
+            metasync=False, max_spare_txns=4,
+        )  # fmt: skip
+        unless_opened.callback(env.close)
+        env.reader_check()
+        guard = Guard(path, env.stat()["psize"])
+        with env.begin(write=True) as txn:
+            last_page = env.info()["last_pgno"]
+            guard.check(lambda: last_page)
+            _verify(path)
+            guard.pad(last_page)
+            if (held := claim(txn)) is not None:
+                if lost_its_mark(txn, held):
+                    raise DamagedFileError("its mark is gone")
+                raise ConfigError(f"store = {path}: must be a store of this release, it holds {_named(held)}")
+            headers, chunks, order = (env.open_db(name, txn=txn) for name in NAMES)
+            layout = Layout(headers, chunks, order, env.stat()["psize"])
+        unless_opened.pop_all()
+    return env, layout, guard
+
+
+def _verify(path: Path) -> None:
+    with path.open("rb") as file:
+        verify(file.fileno(), read_meta(file.fileno()), MARK[0])
 
 
 def _map_bytes(path: Path, wanted: int) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 from mmcache.tiers.base import Entry
 from mmcache.tiers.codec import DamagedEntryError, Header, pack_header, unpack_header
-from mmcache.tiers.threads import Landing
+from mmcache.tiers.threads import Landing, Outcome
 
 NAMES = (b"headers", b"chunks", b"order")
 MARK = (b"mmcache", b"1")
@@ -22,15 +21,6 @@ _AGE = struct.Struct(">Q")
 _PAGE_HEADER_BYTES = 16
 
 
-class Outcome(Enum):
-    """How a read ended."""
-
-    READ = auto()
-    GONE = auto()
-    DAMAGED = auto()
-    ABANDONED = auto()
-
-
 def claim(txn: Any) -> bytes | None:
     """Mark an empty file as ours. Returns None if it is ours now, else what it holds in place of our mark."""
     name, version = MARK
@@ -39,6 +29,11 @@ def claim(txn: Any) -> bytes | None:
         txn.put(name, version)
         return None
     return None if found == version else found or b""
+
+
+def lost_its_mark(txn: Any, held: bytes) -> bool:
+    """Whether a file that `claim` found to hold `held` is damaged rather than another's: it has our databases."""
+    return not held.isdigit() and sum(txn.get(name) is not None for name in NAMES) > 1
 
 
 @dataclass(frozen=True, slots=True)

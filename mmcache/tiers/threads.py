@@ -1,17 +1,112 @@
-"""For tiers that work in threads: memory that can be taken back, waiting that lets go, and a gate."""
+"""For tiers that work in threads: threads that can be left, memory that can be taken back, waiting, and a gate."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from enum import Enum, auto
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 
+from mmcache.tiers.base import LeftBehindError
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    work: Callable[[], object]
+    future: asyncio.Future[Any]
+    ends_thread: bool = False
+
+    def run(self) -> None:
+        if self.future.cancelled():
+            return
+        result: object = None
+        error: BaseException | None = None
+        try:
+            result = self.work()
+        except BaseException as raised:  # noqa: BLE001  # whatever it is, it belongs to the one who waits
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.future.get_loop().call_soon_threadsafe(self._resolve, result, error)
+
+    def _resolve(self, result: object, error: BaseException | None) -> None:
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(error)
+
+
+class Threads:
+    """Daemon threads that work for an event loop, in order of submission. Used on the loop.
+
+    Other than an executor's, they can be left behind when they hang, and the interpreter's exit does not wait for them.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._unfinished: set[asyncio.Future[Any]] = set()
+        self._ends: list[asyncio.Future[Any]] = []
+        self._num_threads = num_threads
+        for number in range(num_threads):
+            threading.Thread(target=_work, args=(self._jobs,), name=f"{name}-{number}", daemon=True).start()
+
+    def submit(self, work: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+        """Run `work` in a thread. Cancelling the future prevents what has not begun, and else only ends the wait."""
+        return self._submit(lambda: work(*arguments))
+
+    def end(self) -> None:
+        """Let the threads end after what is submitted; waits for nothing. Submitting afterwards is an error."""
+        assert not self._ends, "threads end once"
+        self._ends = [self._submit(_nothing, ends_thread=True) for _ in range(self._num_threads)]
+
+    async def close(self, timeout_s: float) -> bool:
+        """End the threads. False when one hangs: it is left behind, and its calls fail with LeftBehindError."""
+        if not self._ends:
+            self.end()
+        _, hung = await asyncio.wait(self._ends, timeout=max(0.0, timeout_s))
+        for future in list(self._unfinished):
+            future.set_exception(LeftBehindError("closed while it hung; a thread was left behind"))
+            future.exception()  # whether anybody waits for it or not
+        return not hung
+
+    def _submit(self, work: Callable[[], object], *, ends_thread: bool = False) -> asyncio.Future[Any]:
+        assert ends_thread or not self._ends, "nothing is submitted after the end"
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
+        self._jobs.put(_Job(work, future, ends_thread))
+        return future
+
+
+def _work(jobs: SimpleQueue[_Job]) -> None:
+    ended = False
+    while not ended:
+        job = jobs.get()
+        job.run()
+        ended = job.ends_thread
+        del job  # its arguments are not kept until the next one comes
+
+
+def _nothing() -> None:
+    return None
+
+
+class Outcome(Enum):
+    """How a read into a landing ended."""
+
+    READ = auto()
+    GONE = auto()
+    DAMAGED = auto()
+    ABANDONED = auto()
 
 
 @dataclass(slots=True, eq=False)

@@ -7,13 +7,12 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 from mmcache.keys import checksum
-from mmcache.tiers.base import ITEM_BYTES, Entry, Tier, TierError
-from mmcache.tiers.threads import settled
+from mmcache.tiers.base import ITEM_BYTES, Entry, LeftBehindError, Tier, TierError
+from mmcache.tiers.threads import Threads, settled
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class TieredStore:
         self._queue: deque[_Pending] = deque()
         self._queued_bytes = 0
         self._worker: asyncio.Task[None] | None = None
-        self._hasher = ThreadPoolExecutor(1, "mmcache-checksum")
+        self._hasher = Threads(1, "mmcache-checksum")
         self._is_closing = False
 
     async def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
@@ -116,7 +115,8 @@ class TieredStore:
 
         Args:
             payload: must stay as it is until `done`.
-            done: called exactly once, on the loop: when nothing reads the payload any more, at once if it is dropped.
+            done: called once, on the loop: when nothing reads the payload any more, at once if it is dropped. Never
+                called if `close` had to leave the write behind.
         """
         nbytes = payload.nbytes
         assert nbytes == shape[0] * shape[1] * ITEM_BYTES[dtype], f"{nbytes} bytes are not {shape} of {dtype}"
@@ -137,17 +137,23 @@ class TieredStore:
         if self._worker is not None:
             await asyncio.wait([self._worker], timeout=timeout_s)
 
-    async def close(self) -> None:
-        """Finish the write in progress, drop and count the rest, close the tiers. Closing twice is harmless."""
+    async def close(self, timeout_s: float) -> bool:
+        """Drop and count what waits, finish the write in progress, close the tiers: all within the time.
+
+        True when everything is closed; False when a write or read hung, and a thread was left behind with it. The
+        payload of such a write keeps its `done` uncalled. Closing twice is harmless.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
         self._is_closing = True
         while self._queue:
             self._events["dropped"] += 1
             self._finish(self._queue.popleft())
+        await self.drain(timeout_s)
+        closers = [tier.close for tier in self._tiers] + [self._hasher.close]
+        closed = await asyncio.gather(*(close(self._left(deadline)) for close in closers))
         if self._worker is not None:
             await asyncio.wait([self._worker])
-        for tier in self._tiers:
-            await tier.close()
-        self._hasher.shutdown()
+        return all(closed)
 
     def counters(self) -> dict[str, object]:
         """Events since the start, what waits now, and each tier's own counters by its name.
@@ -161,6 +167,9 @@ class TieredStore:
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
+
+    def _left(self, deadline: float) -> float:
+        return max(0.0, deadline - asyncio.get_running_loop().time())
 
     async def _bounded(self, tier: Tier, work: Awaitable[T], deadline: float) -> T | None:
         try:
@@ -187,18 +196,21 @@ class TieredStore:
             pending = self._queue.popleft()
             try:
                 await self._write(pending)
-            finally:
-                self._finish(pending)
+            except LeftBehindError as error:
+                log.error("store: a write of %d bytes: %s", pending.payload.nbytes, error)
+                return  # a thread may still read the payload: it is never done
+            self._finish(pending)
 
     async def _write(self, pending: _Pending) -> None:
-        loop = asyncio.get_running_loop()
-        digest = await settled(loop.run_in_executor(self._hasher, checksum, pending.payload))
+        digest = await settled(self._hasher.submit(checksum, pending.payload))
         entry = pending.entry(digest)
         for tier in self._tiers:
             try:
                 await tier.put(entry, pending.payload)
                 self._events["written"] += 1
                 self._failing.discard(tier.name)
+            except LeftBehindError:
+                raise
             except TierError as error:
                 self._note(tier, "write_failed", str(error))
 

@@ -19,7 +19,7 @@ import pytest
 from mmcache.errors import ConfigError
 from mmcache.tiers.base import Tier, TierError
 from mmcache.tiers.lmdb import LmdbTier
-from tests.mmcache.tier_contract import CHUNK_BYTES, TierContract, make_entry, read_back
+from tests.mmcache.tier_contract import CHUNK_BYTES, LONG_S, TierContract, make_entry, read_back
 
 MAP_BYTES = 16 << 20
 NUM_KILLS = 200 if os.environ.get("MMCACHE_SOAK") else 6
@@ -45,7 +45,7 @@ def _one_bit(value: bytes) -> bytes:
 
 class TestLmdbTier(TierContract):
     async def make(self, folder: Path) -> Tier:
-        return LmdbTier(folder / "store.lmdb", MAP_BYTES, chunk_bytes=CHUNK_BYTES)
+        return await LmdbTier.open(folder / "store.lmdb", MAP_BYTES, chunk_bytes=CHUNK_BYTES)
 
     async def damage_header(self, tier: Tier, key: bytes) -> None:
         _flip(tier, b"headers", key, _one_bit)
@@ -73,7 +73,7 @@ class TestLmdbTier(TierContract):
                 await asyncio.sleep(0.01)
                 task.cancel()
                 await asyncio.wait([task])
-            await tier.close()  # waits for the thread
+            assert await tier.close(LONG_S)  # waits for the thread
             assert task.cancelled()
             assert not any(into)
 
@@ -83,11 +83,11 @@ class TestLmdbTier(TierContract):
 @contextmanager
 def _store(folder: Path, map_bytes: int = MAP_BYTES) -> Iterator[tuple[LmdbTier, asyncio.Runner]]:
     with asyncio.Runner() as runner:
-        tier = LmdbTier(folder / "store.lmdb", map_bytes)
+        tier = runner.run(LmdbTier.open(folder / "store.lmdb", map_bytes))
         try:
             yield tier, runner
         finally:
-            runner.run(tier.close())
+            runner.run(tier.close(LONG_S))
 
 
 def test_entries_outlive_the_tier_in_a_private_file(tmp_path: Path) -> None:
@@ -182,11 +182,11 @@ from mmcache.tiers.lmdb import LmdbTier
 from tests.mmcache.tier_contract import make_entry, read_back
 
 async def main(folder, map_bytes, first, last, tokens):
-    tier = LmdbTier(Path(folder) / "store.lmdb", int(map_bytes))
+    tier = await LmdbTier.open(Path(folder) / "store.lmdb", int(map_bytes))
     for number in range(int(first), int(last)):
         print(number, flush=True)
         await tier.put(*make_entry(number, int(tokens)))
-    await tier.close()
+    assert await tier.close(30.0)
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -250,17 +250,17 @@ def test_a_full_disk_fails_the_put_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_closed_store_fails_cleanly(tmp_path: Path) -> None:
     with _store(tmp_path) as (tier, runner):
-        runner.run(tier.close())
+        runner.run(tier.close(LONG_S))
         with pytest.raises(TierError, match="closed"):
             runner.run(tier.find([bytes(32)]))
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a file that LMDB can open"):
-        LmdbTier(tmp_path / "absent" / "store.lmdb", MAP_BYTES)
+        asyncio.run(LmdbTier.open(tmp_path / "absent" / "store.lmdb", MAP_BYTES))
     (tmp_path / "text").write_bytes(b"not a store " * 1000)
     with pytest.raises(ConfigError, match="must be a file that LMDB can open"):
-        LmdbTier(tmp_path / "text", MAP_BYTES)
+        asyncio.run(LmdbTier.open(tmp_path / "text", MAP_BYTES))
     for name, record, message in (
         ("foreign", (b"theirs", b"1"), "it holds something else"),
         ("later", (b"mmcache", b"2"), "layout version b'2'"),
@@ -270,4 +270,220 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
             txn.put(*record)
         env.close()
         with pytest.raises(ConfigError, match=message):
-            LmdbTier(tmp_path / name, MAP_BYTES)
+            asyncio.run(LmdbTier.open(tmp_path / name, MAP_BYTES))
+        assert not (tmp_path / f"{name}.damaged").exists()
+
+
+def _fill(folder: Path, num_entries: int = 60) -> None:
+    async def fill(tier: LmdbTier) -> None:
+        for number in range(num_entries):
+            await tier.put(*make_entry(number))
+
+    with _store(folder) as (tier, runner):
+        runner.run(fill(tier))
+
+
+_USE = """
+import asyncio, os, sys
+from pathlib import Path
+from mmcache.tiers.base import TierError
+from mmcache.tiers.lmdb import LmdbTier
+from tests.mmcache.tier_contract import make_entry, read_back
+
+async def main(path, live_bytes):
+    tier = await LmdbTier.open(path, 16 << 20)
+    entries = [make_entry(number) for number in range(60)]
+    found = await tier.find([entry.key for entry, _ in entries])
+    if live_bytes:
+        os.truncate(path, int(live_bytes))
+    outcomes = set()
+    for entry, payload in entries:
+        try:
+            got = await read_back(tier, entry)
+            assert got is None or got == payload
+            await tier.put(*make_entry(1000))
+            outcomes.add("served")
+        except TierError as error:
+            assert "damaged" in str(error) or "out of use" in str(error), error
+            outcomes.add("failed")
+    assert await tier.close(30.0)
+    print(len(found) - found.count(None), tier.counters["damaged_files"], *sorted(outcomes))
+
+asyncio.run(main(Path(sys.argv[1]), *(sys.argv[2:] or [None])))
+"""
+
+
+def _use_in_a_process(path: Path, live_bytes: int | None = None) -> tuple[int, int, list[str]]:
+    """Entries found, damaged files and outcomes of a process that reads and writes, and whose death is an error."""
+    command = [sys.executable, "-c", _USE, str(path)] + ([] if live_bytes is None else [str(live_bytes)])
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    num_found, num_damaged, *outcomes = ran.stdout.split()
+    return int(num_found), int(num_damaged), outcomes
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.001, 0.01, 0.5, 0.9])
+def test_a_file_truncated_while_stopped_is_set_aside(tmp_path: Path, share: float) -> None:
+    _fill(tmp_path)
+    path = tmp_path / "store.lmdb"
+    size = path.stat().st_size
+    (tmp_path / "store.lmdb.damaged").write_bytes(b"an earlier one")
+    os.truncate(path, int(size * share))
+    assert _use_in_a_process(path) == (0, 1, ["served"])
+    assert (tmp_path / "store.lmdb.damaged").stat().st_size == int(size * share)
+    assert _use_in_a_process(path) == (0, 0, ["served"])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0005, 0.5, 0.95])
+def test_a_file_truncated_under_a_process_fails_until_the_next_start(tmp_path: Path, share: float) -> None:
+    _fill(tmp_path)
+    path = tmp_path / "store.lmdb"
+    assert _use_in_a_process(path, int(path.stat().st_size * share)) == (60, 1, ["failed"])
+    assert _use_in_a_process(path) == (0, 0, ["served"])
+
+
+def test_a_replaced_file_fails_until_the_next_start_and_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "store.lmdb"
+    (mine, payload), (other, other_payload) = make_entry(1), make_entry(2)
+    (tmp_path / "other").mkdir()
+    with _store(tmp_path / "other") as (tier, runner):
+        runner.run(tier.put(other, other_payload))
+    with _store(tmp_path) as (tier, runner):
+        runner.run(tier.put(mine, payload))
+        (tmp_path / "other" / "store.lmdb").replace(path)
+        for _ in range(2):
+            with pytest.raises(TierError, match="another file is in its place"):
+                runner.run(tier.find([mine.key]))
+    assert not (tmp_path / "store.lmdb.damaged").exists()
+    with _store(tmp_path) as (tier, runner):
+        assert runner.run(tier.find([mine.key, other.key])) == [None, other]
+
+
+@pytest.mark.parametrize("first_page", [0, 1, 2, 5, 20])
+def test_garbage_pages_are_set_aside(tmp_path: Path, first_page: int, caplog: pytest.LogCaptureFixture) -> None:
+    _fill(tmp_path)
+    path = tmp_path / "store.lmdb"
+    with path.open("r+b") as file:
+        file.seek(first_page * 4096)
+        file.write(random.Random(first_page).randbytes(400 * 4096))
+    damaged = path.read_bytes()
+    with _store(tmp_path) as (tier, runner):
+        assert (tier.counters["damaged_files"], tier.counters["entries"]) == (1, 0)
+        runner.run(tier.put(*make_entry(1)))
+        assert runner.run(read_back(tier, make_entry(1)[0])) == make_entry(1)[1]
+    assert path.with_name("store.lmdb.damaged").read_bytes() == damaged
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_store_without_its_mark_is_damaged(tmp_path: Path) -> None:
+    _fill(tmp_path, 1)
+    with lmdb.Environment(str(tmp_path / "store.lmdb"), subdir=False) as env, env.begin(write=True) as txn:
+        assert txn.delete(b"mmcache")
+    with _store(tmp_path) as (tier, _):
+        assert (tier.counters["damaged_files"], tier.counters["entries"]) == (1, 0)
+
+
+def test_flipped_bits_never_kill(tmp_path: Path) -> None:
+    """Wherever they are: in what LMDB trusts, in entries, or in free pages."""
+    _fill(tmp_path)
+    path = tmp_path / "store.lmdb"
+    whole = path.read_bytes()
+    flips = random.Random(11)
+    for _ in range(NUM_KILLS):
+        altered = bytearray(whole)
+        for _ in range(20):
+            altered[flips.randrange(len(whole) if flips.random() < 0.5 else 8 * 4096)] ^= 1 << flips.randrange(8)
+        path.write_bytes(altered)
+        _, _, outcomes = _use_in_a_process(path)
+        assert outcomes in (["served"], ["failed"], ["failed", "served"])
+
+
+def test_a_whole_file_is_never_taken_for_damaged(tmp_path: Path) -> None:
+    """Puts of all sizes, replacements, removals and evictions, with the file opened anew between them."""
+    changes = random.Random(5)
+    for _ in range(8):
+        with _store(tmp_path) as (tier, runner):
+            assert tier.counters["damaged_files"] == 0
+            for _ in range(40):
+                entry, payload = make_entry(changes.randrange(60), changes.choice([1, 40, 300, 9000, 20_000]))
+                runner.run(tier.put(entry, payload))
+                runner.run(tier.remove([changes.randrange(60).to_bytes(32, "big")] * (changes.random() < 0.4)))
+    assert not (tmp_path / "store.lmdb.damaged").exists()
+
+
+_HOLD = """
+import lmdb, sys
+env = lmdb.Environment(sys.argv[1], map_size=16 << 20, subdir=False, max_dbs=4)
+with env.begin(write=True):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+_WAIT = """
+import asyncio, sys
+from pathlib import Path
+from mmcache.tiers.lmdb import LmdbTier
+from mmcache.tiers.tiered import TieredStore
+from tests.mmcache.tier_contract import make_entry
+
+async def open_late(path):
+    try:
+        async with asyncio.timeout(0.2):
+            await LmdbTier.open(path, 16 << 20)
+    except TimeoutError:
+        print("late")
+
+async def close_late(path):
+    store = TieredStore([await LmdbTier.open(path, 16 << 20)], 30.0, 1 << 20)
+    print("open", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    done = []
+    for number in range(3):
+        entry, payload = make_entry(number)
+        store.put_behind(
+            key=entry.key, shape=entry.shape, dtype=entry.dtype, grid_thw=entry.grid_thw, encode_seconds=0.1,
+            payload=payload, done=lambda number=number: done.append(number),
+        )
+    assert await store.find([entry.key]) == [None]  # reads need no lock
+    await store.drain(0.2)
+    closed = await store.close(0.2)
+    print(closed, await store.close(0.2), done, store.counters()["dropped"], store.counters()["written"])
+
+asyncio.run(globals()[sys.argv[1]](Path(sys.argv[2])))
+"""
+
+
+def _python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def _writer_lock_held(path: Path) -> Iterator[None]:
+    with _python(_HOLD, path) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        try:
+            yield
+        finally:
+            holder.kill()
+
+
+def test_opening_behind_a_held_writer_lock_can_be_given_up(tmp_path: Path) -> None:
+    _fill(tmp_path, 1)
+    with _writer_lock_held(tmp_path / "store.lmdb"), _python(_WAIT, "open_late", tmp_path / "store.lmdb") as waiting:
+        assert waiting.communicate(timeout=60)[0] == "late\n"
+        assert waiting.returncode == 0
+    with _store(tmp_path) as (tier, _):  # the lock outlives nobody
+        assert tier.counters["entries"] == 1
+
+
+def test_closing_behind_a_held_writer_lock_is_bounded_and_lets_the_process_end(tmp_path: Path) -> None:
+    path = tmp_path / "store.lmdb"
+    _fill(tmp_path, 1)
+    with _python(_WAIT, "close_late", path) as waiting:
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "open\n"
+        with _writer_lock_held(path):
+            assert waiting.communicate("go\n", timeout=60)[0] == "False False [1, 2] 2 0\n"
+            assert waiting.returncode == 0

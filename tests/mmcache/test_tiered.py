@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from mmcache.tiers.base import Entry, Tier, TierError
+from mmcache.tiers.base import Entry, LeftBehindError, Tier, TierError
 from mmcache.tiers.lmdb import LmdbTier
 from mmcache.tiers.tiered import TieredStore
-from tests.mmcache.tier_contract import make_entry
+from tests.mmcache.tier_contract import LONG_S, make_entry
 
-LONG_S = 30.0
 NOW = 1_700_000_000.5
 
 
@@ -58,8 +57,9 @@ class GatedTier(Tier):
         for key in keys:
             self.held.pop(key, None)
 
-    async def close(self) -> None:
+    async def close(self, timeout_s: float) -> bool:
         self.num_closed += 1
+        return True
 
 
 class Done:
@@ -112,7 +112,7 @@ def test_without_a_tier_everything_is_a_miss() -> None:
         assert await store.find([entry.key, bytes(32)]) == [None, None]
         assert not await store.read(entry, memoryview(bytearray(entry.nbytes)))
         await store.drain(LONG_S)
-        await store.close()
+        assert await store.close(LONG_S)
         assert counted(store, "misses", "hits", "lost", "dropped", "tiers") == (2, 0, 1, 0, {})
 
     on_loop(test)
@@ -120,7 +120,7 @@ def test_without_a_tier_everything_is_a_miss() -> None:
 
 def test_what_is_put_behind_is_found_and_read(tmp_path: Path) -> None:
     async def test() -> None:
-        tier = LmdbTier(tmp_path / "store.lmdb", 64 << 20)
+        tier = await LmdbTier.open(tmp_path / "store.lmdb", 64 << 20)
         store, done = TieredStore([tier], LONG_S, 1 << 20, clock=lambda: NOW), Done()
         written = [put_behind(store, number, done.of(number)) for number in range(5)]
         assert counted(store, "queued", "queued_bytes") == (5, 5 * 300 * 64)
@@ -137,8 +137,8 @@ def test_what_is_put_behind_is_found_and_read(tmp_path: Path) -> None:
         tiers = store.counters()["tiers"]
         assert isinstance(tiers, dict)
         assert tiers["lmdb"]["entries"] == 5
-        await store.close()
-        await store.close()
+        assert await store.close(LONG_S)
+        assert await store.close(LONG_S)
 
     on_loop(test)
 
@@ -157,7 +157,7 @@ def test_a_late_tier_is_a_counted_miss() -> None:
         await asyncio.sleep(0)
         assert not any(into)
         assert counted(store, "late", "failed", "misses", "lost") == (2, 0, 1, 1)
-        await store.close()
+        assert await store.close(LONG_S)
 
     on_loop(test)
 
@@ -182,7 +182,7 @@ def test_a_failing_tier_is_a_counted_miss_and_recovers(caplog: pytest.LogCapture
         (found,) = await store.find([entry.key])
         assert found is not None
         assert await read_back(store, found) == payload
-        await store.close()
+        assert await store.close(LONG_S)
 
     on_loop(test)
 
@@ -201,7 +201,7 @@ def test_a_later_tier_is_asked_only_for_what_is_missing() -> None:
         first.fails = True
         assert await store.find([one.key, two.key]) == [None, two]
         assert counted(store, "hits", "misses", "read", "lost", "failed") == (4, 1, 1, 0, 1)
-        await store.close()
+        assert await store.close(LONG_S)
         assert (first.num_closed, second.num_closed) == (1, 1)
 
     on_loop(test)
@@ -225,7 +225,7 @@ def test_a_full_queue_drops_and_counts() -> None:
         put_behind(store, 4, done.of(4))
         await store.drain(LONG_S)
         assert counted(store, "written", "dropped", "queued_bytes") == (3, 2, 0)
-        await store.close()
+        assert await store.close(LONG_S)
 
     on_loop(test)
 
@@ -238,12 +238,12 @@ def test_close_finishes_one_write_and_drops_the_rest() -> None:
         for number in range(3):
             put_behind(store, number, done.of(number))
         await store.drain(0.01)
-        closing = asyncio.ensure_future(store.close())
+        closing = asyncio.ensure_future(store.close(LONG_S))
         await asyncio.sleep(0)
         assert done.numbers == [1, 2]
         assert not closing.done()
         tier.gate.set()
-        await closing
+        assert await closing
         assert done.numbers == [1, 2, 0]
         put_behind(store, 3, done.of(3))
         assert done.numbers == [1, 2, 0, 3]
@@ -263,6 +263,42 @@ def test_a_cancelled_caller_is_cancelled(tmp_path: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await finding
         assert counted(store, "late", "failed", "misses") == (0, 0, 0)
-        await store.close()
+        assert await store.close(LONG_S)
+
+    on_loop(test)
+
+
+def test_a_hung_write_is_left_behind_and_never_done(tmp_path: Path) -> None:
+    async def test() -> None:
+        tier = await LmdbTier.open(tmp_path / "store.lmdb", 64 << 20)
+        store, done = TieredStore([tier], LONG_S, 1 << 20), Done()
+        hold = threading.Event()
+        hung = tier._writer.submit(hold.wait)
+        for number in range(3):
+            put_behind(store, number, done.of(number))
+        await store.drain(0.05)
+        assert not await store.close(0.05)
+        assert done.numbers == [1, 2]
+        with pytest.raises(LeftBehindError):
+            await hung
+        assert await store.find([bytes(32)]) == [None]
+        hold.set()
+        assert not await store.close(LONG_S)
+        assert done.numbers == [1, 2]
+        assert counted(store, "written", "write_failed", "dropped", "queued") == (0, 0, 2, 0)
+
+    on_loop(test)
+
+
+def test_a_tier_that_fails_its_close_leaves_the_others_closed(tmp_path: Path) -> None:
+    async def test() -> None:
+        first, second = await LmdbTier.open(tmp_path / "store.lmdb", 64 << 20), GatedTier()
+        hold = threading.Event()
+        first._readers.submit(hold.wait)
+        first._readers.submit(hold.wait)
+        store = TieredStore([first, second], LONG_S, 1 << 20)
+        assert not await store.close(0.05)
+        assert second.num_closed == 1
+        hold.set()
 
     on_loop(test)

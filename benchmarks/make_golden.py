@@ -30,10 +30,8 @@ from encoder.config import ProcessorConfig
 from encoder.preprocess import Pixels, preprocess
 from examples.pictures import photographs, picture_folder
 
-OPERATORS = (
-    "nms qnms roi_align qroi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d _roi_align_backward "
-    "_roi_pool_backward _ps_roi_align_backward _ps_roi_pool_backward _deform_conv2d_backward"
-).split()
+POOLINGS = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
+OPERATORS = ("nms", "qnms", "qroi_align", *POOLINGS, *(f"_{name}_backward" for name in POOLINGS))
 GOLDEN_PICTURES = ("astronaut.png", "chelsea.png", "coffee.png", "motorcycle_left.png", "ihc.png", "color.png")
 """Without loss, so that their pixels are the same whatever decodes them."""
 GOLDEN_MAX_PATCHES = 64

@@ -88,8 +88,10 @@ class ProcessorConfig:
 
     def __post_init__(self) -> None:
         faults = _not_positive(self)
-        if not all(value > 0 for value in self.image_std):
+        if not all(0 < value < math.inf for value in self.image_std):
             faults.append(f"image_std must be positive, got {self.image_std}")
+        if not all(map(math.isfinite, self.image_mean)):
+            faults.append(f"image_mean must be finite, got {self.image_mean}")
         _refuse("processor config", faults)
 
     @property

@@ -1,4 +1,4 @@
-"""Readers of `config.json` and `preprocessor_config.json`, in the original spelling and in that of transformers.
+"""What `config.json` and the processors' settings say, in the original spelling and in that of transformers.
 
 A setting that is set and not supported is refused, never ignored: it would change embeddings. Free of torch.
 """
@@ -9,6 +9,8 @@ from typing import Any, Final, TypeVar
 
 from encoder.config import PRESETS, EncoderConfig, ProcessorConfig
 from encoder.errors import CheckpointError
+from encoder.quantization import SCHEMES, refuse_quantized
+from encoder.settings import Settings
 
 _VISION_NAMES: Final = {
     "hidden_size": ("hidden_size", "vt_hidden_size"),
@@ -36,6 +38,8 @@ _PROCESSOR_NAMES: Final = {
     "max_patches_per_frame": ("in_patch_limit_each_frame",),
     "frames_per_chunk": ("temporal_merge_kernel_size", "temporal_patch_size"),
 }
+_FRAME_NAMES: Final = {"max_patches": (), "max_patches_per_frame": ("max_patches",)}
+_SHARED: Final = ("patch_size", "merge_size", "max_patches_per_side", "image_mean", "image_std")
 _PROCESSOR_FIXED: Final = {
     "do_resize": True,
     "do_rescale": True,
@@ -44,28 +48,19 @@ _PROCESSOR_FIXED: Final = {
     "resample": 3,
     "rescale_factor": 1 / 255,
 }
-# What every model and processor of transformers carries along and no part of this encoder depends on.
-_IRRELEVANT: Final = """
-    _attn_implementation _name_or_path architectures attn_implementation auto_map chunk_size_feed_forward
-    config_type data_format disable_grouping diversity_penalty dtype encoder_no_repeat_ngram_size id2label
-    image_processor_type initializer_range input_data_format label2id length_penalty max_length min_length
-    model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences processor_class
-    repetition_penalty return_dict return_tensors temperature timestamp_mode top_k top_p torch_dtype
-    transformers_version typical_p
-"""
-
 Config = TypeVar("Config", EncoderConfig, ProcessorConfig)
 
 
 def parse_encoder_config(data: Mapping[str, Any]) -> EncoderConfig:
     """Return the tower's shape from the content of `config.json`; omitted settings are those of Kimi-K2.5.
 
-    Raises `CheckpointError` listing every setting that is malformed, contradictory, unknown or unsupported.
+    Raises `CheckpointError` listing every setting that is malformed, contradictory, unknown or unsupported, and if the
+    vision weights are quantized.
     """
     if data.get("model_type") != "kimi_k25":
         raise CheckpointError(f"config.json: model_type must be 'kimi_k25', got {data.get('model_type')!r}")
-    vision = _Settings("config.json: vision_config", data.get("vision_config"))
-    outer = _Settings("config.json", data)
+    vision = Settings("config.json: vision_config", _without_scheme(data.get("vision_config")))
+    outer = Settings("config.json", data)
     found = vision.integers(_VISION_NAMES)
     found["merge_size"] = vision.square("merge_kernel_size")
     found["rope_theta"] = vision.rope_theta()
@@ -79,21 +74,44 @@ def parse_encoder_config(data: Mapping[str, Any]) -> EncoderConfig:
     config = _override(PRESETS["kimi-k2.5"], found, vision)
     if projected not in (None, config.hidden_size):
         raise CheckpointError(f"config.json: the projector takes {projected} wide rows, not {config.hidden_size}")
+    refuse_quantized(data, config.num_layers)
     return config
 
 
-def parse_processor_config(data: Mapping[str, Any]) -> ProcessorConfig:
-    """Return the processor's settings from the content of `preprocessor_config.json`, nested or flat.
+def parse_processor_config(data: Mapping[str, Any], where: str = "preprocessor_config.json") -> ProcessorConfig:
+    """Return the settings of an image processor, nested or flat; `where` is what errors call them.
 
     Omitted settings are those of Kimi-K2.5. Raises `CheckpointError` listing every setting that is malformed,
     contradictory, unknown or unsupported.
     """
-    nested = data.get("media_proc_cfg", {})
+    nested = data.get("media_proc_cfg") if data.get("media_proc_cfg") is not None else {}
     if not isinstance(nested, Mapping):
-        raise CheckpointError(f"preprocessor_config.json: media_proc_cfg must be an object, got {nested!r}")
+        raise CheckpointError(f"{where}: media_proc_cfg must be an object, got {nested!r}")
     outer = {name: value for name, value in data.items() if name != "media_proc_cfg"}
-    settings = _Settings("preprocessor_config.json", {**outer, **nested})
-    found = settings.integers(_PROCESSOR_NAMES)
+    twice = sorted(name for name in outer.keys() & nested.keys() if outer[name] != nested[name])
+    if twice:
+        raise CheckpointError(f"{where}: {', '.join(twice)} inside and outside media_proc_cfg contradict each other")
+    return _processor({**outer, **nested}, where, _PROCESSOR_NAMES, ProcessorConfig())
+
+
+def parse_video_processor(data: Mapping[str, Any], where: str, image: ProcessorConfig) -> ProcessorConfig:
+    """Return an image processor's settings with those of frames, which transformers keeps in a video processor.
+
+    Omitted settings are the image processor's. Raises `CheckpointError` as `parse_processor_config` does, and if the
+    two differ in what they share.
+    """
+    video = _processor(data, where, {**_PROCESSOR_NAMES, **_FRAME_NAMES}, image)
+    differ = [name for name in _SHARED if getattr(video, name) != getattr(image, name)]
+    if differ:
+        raise CheckpointError(f"{where}: {', '.join(differ)} must be what the image processor has")
+    return video
+
+
+def _processor(
+    data: Mapping[str, Any], where: str, names: Mapping[str, tuple[str, ...]], base: ProcessorConfig
+) -> ProcessorConfig:
+    settings = Settings(where, data)
+    found = settings.integers(names)
     found["merge_size"] = settings.square("merge_kernel_size", "merge_size")
     found["frames_per_second"] = settings.number("sample_fps", "fps")
     found["image_mean"] = settings.channels("image_mean")
@@ -101,115 +119,28 @@ def parse_processor_config(data: Mapping[str, Any]) -> ProcessorConfig:
     if found["max_patches_per_side"] is None:
         found["max_patches_per_side"] = settings.side("size")
     settings.fixed(_PROCESSOR_FIXED)
-    return _override(ProcessorConfig(), found, settings)
+    return _override(base, found, settings)
+
+
+def _without_scheme(vision: Any) -> Any:
+    """The quantization scheme has a judge of its own."""
+    return {k: v for k, v in vision.items() if k not in SCHEMES} if isinstance(vision, Mapping) else vision
 
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _text_width(outer: "_Settings") -> Any:
+def _text_width(outer: Settings) -> Any:
     value = outer.take("text_config")
     if value is None:
         return None
-    text = _Settings("config.json: text_config", value)
+    text = Settings("config.json: text_config", value)
     width = text.integer("hidden_size")
     text.raise_faults()
     return width
 
 
-def _override(base: Config, found: Mapping[str, Any], settings: "_Settings") -> Config:
+def _override(base: Config, found: Mapping[str, Any], settings: Settings) -> Config:
     settings.finish()
     return replace(base, **{name: value for name, value in found.items() if value is not None})
-
-
-class _Settings:
-    """One JSON object being read: keeps what was not read yet, and what is wrong."""
-
-    def __init__(self, where: str, data: object) -> None:
-        if not isinstance(data, Mapping):
-            raise CheckpointError(f"{where}: expected an object, got {data!r}")
-        self._where = where
-        self._unread = {str(name): value for name, value in data.items() if value is not None}
-        self._faults: list[str] = []
-
-    def take(self, *names: str) -> Any:
-        """Return the value under whichever of these names is set, or None; two that differ are a fault."""
-        found = {name: self._unread.pop(name) for name in names if name in self._unread}
-        values = list(found.values())
-        if any(value != values[0] for value in values):
-            self._faults.append(f"{found} contradict each other")
-        return values[0] if values else None
-
-    def integers(self, table: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-        return {field: self.integer(*names) for field, names in table.items()}
-
-    def integer(self, *names: str) -> Any:
-        return self._checked(names, self.take(*names), int, "an integer")
-
-    def number(self, *names: str) -> Any:
-        return self._checked(names, self.take(*names), int | float, "a number")
-
-    def square(self, *names: str) -> Any:
-        """Return the side of a kernel given as one integer or as two equal ones."""
-        value = self.take(*names)
-        side = value[0] if isinstance(value, list) and len(value) == 2 and value[0] == value[1] else value
-        return self._checked(names, side, int, "one integer or two equal ones")
-
-    def channels(self, name: str) -> tuple[float, ...] | None:
-        value = self.take(name)
-        if value is None:
-            return None
-        if not (isinstance(value, list) and len(value) == 3 and all(_is(part, int | float) for part in value)):
-            self._faults.append(f"{name} must be three numbers, got {value!r}")
-            return None
-        return tuple(float(part) for part in value)
-
-    def side(self, name: str) -> Any:
-        value = self.take(name)
-        if value is None:
-            return None
-        sides = dict(value) if isinstance(value, Mapping) else {}
-        if set(sides) != {"max_height", "max_width"} or sides["max_height"] != sides["max_width"]:
-            self._faults.append(f"{name} must be equal max_height and max_width, got {value!r}")
-            return None
-        return self._checked((name,), sides["max_height"], int, "an integer")
-
-    def rope_theta(self) -> float | None:
-        rope = self.take("rope_parameters")
-        if rope is None:
-            return None
-        inner = _Settings(f"{self._where}.rope_parameters", rope)
-        inner.fixed({"rope_type": "axial"})
-        theta: float | None = inner.number("rope_theta")
-        inner.finish()
-        return theta
-
-    def fixed(self, table: Mapping[str, object]) -> None:
-        """Take settings of which one value is supported."""
-        for name, supported in table.items():
-            value = self.take(name)
-            if value is not None and value != supported:
-                self._faults.append(f"{name} must be {supported!r}, got {value!r}")
-
-    def finish(self) -> None:
-        """Raise everything that is wrong; what nobody read and is switched on is not supported."""
-        extra = {name: value for name, value in self._unread.items() if value not in (False, "", [], {})}
-        self._faults += [
-            f"{name} is not supported: {extra[name]!r}" for name in extra if name not in _IRRELEVANT.split()
-        ]
-        self.raise_faults()
-
-    def raise_faults(self) -> None:
-        if self._faults:
-            raise CheckpointError(f"{self._where}: " + "; ".join(self._faults))
-
-    def _checked(self, names: tuple[str, ...], value: Any, kind: Any, wanted: str) -> Any:
-        if value is not None and not _is(value, kind):
-            self._faults.append(f"{' or '.join(names)} must be {wanted}, got {value!r}")
-            return None
-        return value
-
-
-def _is(value: object, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)

@@ -5,6 +5,7 @@ files that hold vision tensors are opened.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -22,6 +23,13 @@ PRESET_SEED: Final = 25
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 READABLE_DTYPES: Final = ("F32", "BF16", "F16")
+QUANTIZED_DTYPES: Final = ("I", "U", "F8_", "F6_", "F4")
+"""Beginnings of the dtypes that no plain weight has."""
+QUANTIZED_NAME: Final = re.compile(
+    r".*\.(weight_(packed|scale|scale_inv|scale_2|global_scale|zero_point|shape|g_idx)|(input|output)_scale|qweight|"
+    r"qzeros|scales|g_idx|SCB|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*))"
+)
+"""Tensors that a quantized layer has in place of its weight, or beside it."""
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
@@ -29,8 +37,8 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 def build_model(source: ModelSource, dtype: torch.dtype) -> MoonViT:
     """Return the model of a source on the CPU, its parameters private copies in `dtype`.
 
-    Raises `CheckpointError` listing every vision tensor that is missing, extra, repeated, or of the wrong shape or
-    dtype.
+    Raises `CheckpointError` listing every vision tensor that is missing, extra, repeated, quantized, or of the wrong
+    shape or dtype.
     """
     with torch.device("meta"):
         model = MoonViT(source.config)
@@ -113,14 +121,20 @@ def _faults(stored: Mapping[str, tuple[Place, Any]], shapes: Shapes) -> list[str
     faults = []
     for name, (target, file) in stored.items():
         piece = file.get_slice(name)
-        shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
-        if target.parameter not in shapes:
-            faults.append(f"extra: {name}")
-        elif shape != (wanted := target.shape(shapes[target.parameter])):
-            faults.append(f"wrong shape: {name} is {shape}, the model has {wanted}")
-        elif dtype not in READABLE_DTYPES:
-            faults.append(f"wrong dtype: {name} is {dtype}, readable are {', '.join(READABLE_DTYPES)}")
+        if fault := _fault(name, target, tuple(piece.get_shape()), piece.get_dtype(), shapes):
+            faults.append(fault)
     return sorted(faults + _incomplete([target for target, _ in stored.values()], shapes))
+
+
+def _fault(name: str, target: Place, shape: tuple[int, ...], dtype: str, shapes: Shapes) -> str | None:
+    readable = f"{name} is {dtype}, readable are {', '.join(READABLE_DTYPES)}"
+    if target.parameter not in shapes:
+        return f"quantized: {name} belongs to a quantized layer" if QUANTIZED_NAME.fullmatch(name) else f"extra: {name}"
+    if dtype.startswith(QUANTIZED_DTYPES):
+        return f"quantized: {readable}"
+    if shape != (wanted := target.shape(shapes[target.parameter])):
+        return f"wrong shape: {name} is {shape}, the model has {wanted}"
+    return None if dtype in READABLE_DTYPES else f"wrong dtype: {readable}"
 
 
 def _incomplete(places: list[Place], shapes: Shapes) -> list[str]:

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
-from encoder.sizing import Grid, num_tokens
+from encoder.moonvit import MoonViT
+from encoder.sizing import Grid, num_patches, num_tokens
 
 TEXT_WIDTH = 40
 TEXT_CONFIG = {
@@ -78,6 +79,33 @@ def oracle_embeddings(
     pooled = model.model.vision_tower(patches, grid_thw=torch.tensor(grids)).pooler_output
     rows = model.model.mm_projector(pooled).squeeze(1)
     return list(rows.split([num_tokens(grid, 2) for grid in grids]))
+
+
+def random_patches(grids: Sequence[Grid], seed: int = 1) -> torch.Tensor:
+    """Return packed patch rows `[T, 3, 14, 14]` from -1 to 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(sum(map(num_patches, grids)), 3, 14, 14, generator=generator) * 2 - 1
+
+
+def embed(model: MoonViT, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+    """Return our own embeddings of packed patch rows, in the rows' dtype."""
+    width = model.config.text_width
+    options = {"dtype": patches.dtype, "device": patches.device}
+    outs = [torch.full((num_tokens(grid, 2), width), torch.nan, **options) for grid in grids]
+    model(patches.flatten(1), grids, outs)
+    return outs
+
+
+def round_vision(model: Kimi_K25ForConditionalGeneration) -> Kimi_K25ForConditionalGeneration:
+    """Round the vision parameters to bfloat16, keeping their dtype."""
+    for _, parameter in vision_parameters(model):
+        parameter.data = parameter.data.bfloat16().to(parameter.dtype)
+    return model
+
+
+def min_cosine(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the smallest cosine between two tensors' rows."""
+    return float(torch.nn.functional.cosine_similarity(ours.double(), theirs.double(), dim=1).min())
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -1,9 +1,10 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from encoder.config import PRESETS, EncoderConfig, ProcessorConfig
-from encoder.config_files import parse_encoder_config, parse_processor_config
+from encoder.config_files import parse_encoder_config, parse_processor_config, parse_video_processor
 from encoder.errors import CheckpointError
 
 SMALL = EncoderConfig(
@@ -168,6 +169,16 @@ def test_an_empty_processor_is_the_default() -> None:
         ({"max_patches": 0}, "max_patches"),
         ({"in_patch_limit": 300}, "contradict"),
         ({"media_proc_cfg": 3}, "media_proc_cfg"),
+        ({"media_proc_cfg": {"max_patches": 401}}, "max_patches inside and outside media_proc_cfg contradict"),
+        ({"media_proc_cfg": {"fixed_output_tokens": 64}}, "fixed_output_tokens"),
+        ({"do_rescale": False}, "do_rescale"),
+        ({"do_normalize": False}, "do_normalize"),
+        ({"do_convert_rgb": False}, "do_convert_rgb"),
+        ({"do_pad": True}, "do_pad"),
+        ({"image_mean": [0.5, float("nan"), 0.5]}, "image_mean"),
+        ({"image_std": [0.5, 0.5, float("inf")]}, "image_std"),
+        ({"merge_size": [2, 3]}, "merge_size"),
+        ({"fps": "2"}, "fps"),
         ({"sharpen": "yes"}, "sharpen"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -175,3 +186,50 @@ def test_an_empty_processor_is_the_default() -> None:
 def test_a_wrong_processor_setting_is_named(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         parse_processor_config({**FLAT, **settings})
+
+
+def test_an_absent_nested_part_is_no_fault() -> None:
+    assert parse_processor_config({**FLAT, "media_proc_cfg": None}) == SMALL_PROCESSOR
+    assert parse_processor_config({**FLAT, "media_proc_cfg": {"max_patches": 400}}) == SMALL_PROCESSOR
+
+
+def test_whole_numbers_are_the_same_settings() -> None:
+    """A fingerprint is made of the canonical form, which must not tell 2 from 2.0."""
+    whole = {"fps": 2, "image_mean": [0, 0, 0], "image_std": [1, 1, 1]}
+    floats = {"fps": 2.0, "image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]}
+    assert parse_processor_config(whole).canonical() == parse_processor_config(floats).canonical()
+    ropes = [with_vision(TRANSFORMERS, rope_parameters={"rope_theta": theta}) for theta in (10000, 10000.0)]
+    assert len({parse_encoder_config(data).canonical() for data in ropes}) == 1
+
+
+VIDEO: dict[str, Any] = {
+    "do_resize": True,
+    "do_sample_frames": True,
+    "fps": 1,
+    "max_patches": 90,
+    "return_metadata": False,
+    "size": {"max_height": 40, "max_width": 40},
+    "temporal_patch_size": 2,
+    "video_processor_type": "Kimi_K25VideoProcessor",
+}
+
+
+def test_the_video_processor_of_transformers_holds_the_limits_of_frames() -> None:
+    expected = replace(SMALL_PROCESSOR, max_patches_per_frame=90, frames_per_chunk=2, frames_per_second=1.0)
+    assert parse_video_processor(VIDEO, "video", SMALL_PROCESSOR) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"size": {"max_height": 41, "max_width": 41}}, "video: max_patches_per_side must be what the image processor"),
+        ({"patch_size": 16, "image_mean": [0.5, 0.5, 0.5]}, "patch_size, image_mean must be"),
+        ({"max_patches": 0}, "max_patches_per_frame"),
+        ({"num_frames": 8}, "num_frames is not supported"),
+        ({"do_normalize": False}, "do_normalize"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_setting_of_the_video_processor_is_named(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        parse_video_processor({**VIDEO, **settings}, "video", SMALL_PROCESSOR)

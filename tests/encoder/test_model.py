@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -49,10 +50,28 @@ def test_from_pixels_to_the_reference(tmp_path: Path) -> None:
         assert relative_error(mine, reference) <= 1e-5
 
 
-def test_an_image_does_not_depend_on_its_company(encoder: Encoder) -> None:
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_an_image_depends_neither_on_its_company_nor_on_threads(
+    dtype: torch.dtype, bound: float, set_threads: Callable[[int], None]
+) -> None:
+    """More ranks on one host are fewer threads for each."""
+    encoder = Encoder.load("moonvit-tiny", dtype=dtype)
     images = [noise(*size) for size in SIZES]
-    for image, packed in zip(images, encode(encoder, images), strict=True):
-        assert relative_error(packed, encode(encoder, [image])[0]) <= 1e-5
+    set_threads(1)
+    alone = [encode(encoder, [image])[0] for image in images]
+    for count in (1, 2, 3):
+        set_threads(count)
+        for order in (images, images[::-1], images[1:]):
+            wanted = [alone[index] for image in order for index, known in enumerate(images) if known is image]
+            for mine, theirs in zip(encode(encoder, order), wanted, strict=True):
+                assert relative_error(mine, theirs) <= bound
 
 
 def test_the_same_image_again_gives_the_same_bytes(encoder: Encoder) -> None:

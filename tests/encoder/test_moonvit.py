@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,13 +8,15 @@ from encoder.config import EncoderConfig
 from encoder.errors import ImageError
 from encoder.moonvit import MoonViT
 from encoder.packing import plan_pack
-from encoder.sizing import Grid, num_patches, num_tokens
+from encoder.sizing import Grid, num_patches
 from encoder.source import resolve_model
 from encoder.weights import build_model
 from tests.encoder.oracle import (
     TEXT_WIDTH,
     build_oracle,
+    embed,
     oracle_embeddings,
+    random_patches,
     relative_error,
     save,
     vision_parameters,
@@ -28,6 +30,15 @@ PACKS: list[list[Grid]] = [
     [(1, 4, 4)] * 5,
     [(1, 2, 2), (1, 36, 46)],
 ]
+EXTREMES: list[list[Grid]] = [
+    [(1, 2, 512)],
+    [(1, 512, 2)],
+    [(1, 512, 32), (1, 2, 2)],
+    [(4, 2, 512), (4, 64, 64)],
+    [(1, 494, 36)],
+    [(1, 36, 494)],
+]
+"""The longest sides, the most patches under the limit, and with padding the most of all: 17,784."""
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +55,52 @@ def ours(oracle: object, folder: Path, dtype: torch.dtype = torch.float32) -> Mo
     return build_model(resolve_model(str(save(oracle, folder))), dtype)
 
 
-def random_patches(grids: Sequence[Grid], seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(sum(map(num_patches, grids)), 3, 14, 14, generator=generator) * 2 - 1
-
-
-def embed(model: MoonViT, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-    outs = [torch.full((num_tokens(grid, 2), TEXT_WIDTH), torch.nan, dtype=patches.dtype) for grid in grids]
-    model(patches.flatten(1), grids, outs)
-    return outs
-
-
 @pytest.mark.parametrize("grids", PACKS, ids=str)
 def test_equals_the_reference(model: MoonViT, oracle: object, grids: list[Grid]) -> None:
     patches = random_patches(grids)
     for mine, theirs in zip(embed(model, patches, grids), oracle_embeddings(oracle, patches, grids), strict=True):
         assert relative_error(mine, theirs) <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def slim(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, MoonViT]:
+    """The true sides of the position table with little else, so that the largest items are quick."""
+    oracle = build_oracle(
+        seed=5,
+        hidden_size=24,
+        num_attention_heads=1,
+        num_hidden_layers=1,
+        intermediate_size=32,
+        pos_emb_height=64,
+        pos_emb_width=64,
+    )
+    return oracle, ours(oracle, tmp_path_factory.mktemp("slim"))
+
+
+@pytest.mark.parametrize("grids", EXTREMES, ids=str)
+def test_extreme_grids_equal_the_reference(slim: tuple[object, MoonViT], grids: list[Grid]) -> None:
+    oracle, model = slim
+    assert max(map(num_patches, grids)) <= 17_784
+    patches = random_patches(grids)
+    for mine, theirs in zip(embed(model, patches, grids), oracle_embeddings(oracle, patches, grids), strict=True):
+        assert relative_error(mine, theirs) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grids", [pack for pack in PACKS if len(pack) > 1], ids=str)
+def test_a_pack_does_not_leak(oracle: object, tmp_path: Path, grids: list[Grid], dtype: torch.dtype) -> None:
+    """Whatever becomes of one item's pixels, the others keep every bit: NaN would pass through anything that leaks."""
+    model = ours(oracle, tmp_path, dtype)
+    patches = random_patches(grids).to(dtype)
+    before = embed(model, patches, grids)
+    for changed in range(len(grids)):
+        for pixels in (torch.nan, 0.0):
+            rows = list(patches.split([num_patches(grid) for grid in grids]))
+            rows[changed] = torch.full_like(rows[changed], pixels)
+            after = embed(model, torch.cat(rows), grids)
+            assert not torch.equal(after[changed], before[changed])
+            kept = [item for item in range(len(grids)) if item != changed]
+            assert all(torch.equal(after[item], before[item]) for item in kept)
 
 
 @pytest.mark.parametrize("grids", PACKS, ids=str)
@@ -98,15 +139,6 @@ def test_head_dim_of_the_true_shape(tmp_path: Path) -> None:
     outs = embed(ours(oracle, tmp_path), patches, grids)
     for mine, theirs in zip(outs, oracle_embeddings(oracle, patches, grids), strict=True):
         assert relative_error(mine, theirs) <= 1e-5
-
-
-def test_bfloat16_is_near_float32(oracle: object, model: MoonViT, tmp_path: Path) -> None:
-    grids: list[Grid] = [(1, 8, 10), (2, 4, 4)]
-    patches = random_patches(grids)
-    half = embed(ours(oracle, tmp_path, torch.bfloat16), patches.bfloat16(), grids)
-    for low, full in zip(half, embed(model, patches, grids), strict=True):
-        assert low.dtype == torch.bfloat16
-        assert relative_error(low, full) < 0.05
 
 
 def test_a_table_that_is_not_square_is_resampled_like_an_image() -> None:

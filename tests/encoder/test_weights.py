@@ -12,6 +12,7 @@ from encoder.moonvit import MoonViT
 from encoder.names import Place, place
 from encoder.source import resolve_model
 from encoder.weights import INDEX_FILE, SINGLE_FILE, build_model, vision_files
+from tests.encoder.checkpoints import write_json, write_original
 from tests.encoder.oracle import build_oracle, save, vision_parameters
 
 Tensors = dict[str, torch.Tensor]
@@ -36,26 +37,8 @@ def expected(default_folder: Path) -> Tensors:
 @pytest.fixture
 def original_folder(default_folder: Path, tmp_path: Path) -> Path:
     """A folder as the original repository spells it: settings, nested processor settings and tensors."""
-    settings = json.loads((default_folder / "config.json").read_text())
-    vision, text = settings["vision_config"], settings["text_config"]
-    vt = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    original = {f"vt_{name}": vision[name] for name in vt}
-    original |= {f"init_pos_emb_{side}": vision[f"pos_emb_{side}"] for side in ("height", "width", "time")}
-    original |= {"text_hidden_size": text["hidden_size"], "mm_hidden_size": vision["hidden_size"]}
-    original |= {"projector_ln_eps": settings["projection_layer_norm_eps"], "merge_type": "sd2_tpool"}
-    write_json(tmp_path / "config.json", {"model_type": "kimi_k25", "vision_config": original})
     write_json(tmp_path / "preprocessor_config.json", {"media_proc_cfg": {"in_patch_limit": 900}})
-    tensors = {original_name(name): tensor for name, tensor in load_file(default_folder / SINGLE_FILE).items()}
-    save_file(tensors, tmp_path / SINGLE_FILE)
-    return tmp_path
-
-
-def write_json(path: Path, data: object) -> None:
-    path.write_text(json.dumps(data))
-
-
-def original_name(name: str) -> str:
-    return name.replace("model.mm_projector.", "mm_projector.").replace("encoder.patch_embed.", "patch_embed.")
+    return write_original(default_folder, tmp_path)
 
 
 def parameters(folder: Path, dtype: torch.dtype = torch.float32) -> Tensors:
@@ -137,6 +120,7 @@ def test_every_fault_is_listed(original_folder: Path) -> None:
             "mm_projector.proj.2.bias": None,
             "vision_tower.extra.weight": torch.zeros(2),
             "vision_tower.encoder.final_layernorm.weight": torch.zeros(5),
+            "vision_tower.encoder.blocks.0.wo.bias": torch.zeros(72, dtype=torch.float64),
             "vision_tower.encoder.blocks.1.wo.bias": torch.zeros(72, dtype=torch.int8),
             "model.mm_projector.pre_norm.bias": torch.zeros(72),
         },
@@ -146,8 +130,9 @@ def test_every_fault_is_listed(original_folder: Path) -> None:
     assert str(caught.value).splitlines()[1:] == [
         "  extra: vision_tower.extra.weight",
         "  missing: mm_projector.proj.2.bias",
+        "  quantized: vision_tower.encoder.blocks.1.wo.bias is I8, readable are F32, BF16, F16",
         "  repeated: mm_projector.pre_norm.bias",
-        "  wrong dtype: vision_tower.encoder.blocks.1.wo.bias is I8, readable are F32, BF16, F16",
+        "  wrong dtype: vision_tower.encoder.blocks.0.wo.bias is F64, readable are F32, BF16, F16",
         "  wrong shape: vision_tower.encoder.final_layernorm.weight is (5,), the model has (72,)",
     ]
 

@@ -121,6 +121,12 @@ def test_uncounted_descriptors_are_refused_and_closed() -> None:
         assert set(os.listdir("/proc/self/fd")) == before
 
 
+def drain(sock: socket.socket, reader: FrameReader) -> None:
+    """Receives to the end of the stream, which completes no frame."""
+    while receive_once(sock, reader):
+        assert reader.next_frame() is None
+
+
 def test_descriptors_do_not_pile_up() -> None:
     """A frame that never completes, with more descriptors on every byte of it."""
     left, right = socket.socketpair()
@@ -133,8 +139,7 @@ def test_descriptors_do_not_pile_up() -> None:
             left.sendmsg([b"x"], flood)
         left.close()
         with pytest.raises(ProtocolError, match="descriptors came for one frame"):
-            while receive_once(right, reader):
-                assert reader.next_frame() is None
+            drain(right, reader)
         reader.close()
         assert len(os.listdir("/proc/self/fd")) == before - 1, "all are closed, and `left`"
 

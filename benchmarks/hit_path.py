@@ -2,9 +2,9 @@
 
     python -m benchmarks.hit_path [--rounds N]
 
-Prints medians and 99th percentiles of: hashing alone; one 0.8 MB JPEG given as bytes, hashing included; 32 such items
-in one request, beyond their hashing, per item; and a bare asyncio echo of the same frames in the same run, as the
-floor of one round trip through an event loop.
+Prints medians and 99th percentiles of: one 0.8 MB JPEG given as bytes, hashing included, and 32 such items in one
+request, both until the last lease is there; hashing alone and releasing, taken in turn with them; and a bare asyncio
+echo in the same run, as the floor of one round trip through an event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import mmcache
@@ -61,17 +60,6 @@ def jpeg(picture: object, quality: int) -> bytes:
     return data.getvalue()
 
 
-def timed(call: Callable[[], object], rounds: int) -> list[float]:
-    """Microseconds of each call, after a tenth of the rounds as warm-up."""
-    times = []
-    for turn in range(rounds + rounds // 10):
-        started = time.perf_counter()
-        call()
-        if turn >= rounds // 10:
-            times.append((time.perf_counter() - started) * 1e6)
-    return times
-
-
 def show(name: str, times: list[float], per: int = 1) -> float:
     median = statistics.median(times) / per
     p99 = statistics.quantiles(times, n=100)[98] / per
@@ -85,16 +73,16 @@ def echo(rounds: int, num_bytes: int) -> list[float]:
     with ours, theirs, subprocess.Popen([sys.executable, "-c", ECHO, str(theirs.fileno())], pass_fds=[theirs.fileno()]):
         theirs.close()
         data = bytes(num_bytes)
-
-        def call() -> None:
+        times = []
+        for _ in range(rounds):
+            started = time.perf_counter()
             ours.sendall(data)
             left = num_bytes
             while left:
                 left -= len(ours.recv(left))
-
-        times = timed(call, rounds)
+            times.append((time.perf_counter() - started) * 1e6)
         ours.close()
-    return times
+    return times[rounds // 10 :]
 
 
 def main() -> None:
@@ -119,20 +107,38 @@ def main() -> None:
 def measure(client: mmcache.Client, files: list[bytes], rounds: int) -> None:
     for lease in client.encode(files):
         lease.release()
-
-    def hit(items: list[bytes]) -> None:
-        for lease in client.encode(items):
-            lease.release()
-
     floor = show("asyncio echo of 100 bytes, another process", echo(rounds, 100))
-    hash_1 = show("hash 1 × 0.8 MB", timed(lambda: client.key(files[0]), rounds))
-    hit_1 = show("pool hit, 1 × 0.8 MB as bytes, hashing included", timed(lambda: hit(files[:1]), rounds))
-    few = rounds // 10
-    hash_32 = show("hash 32 × 0.8 MB, per item", timed(lambda: [client.key(f) for f in files], few), NUM_ITEMS)
-    hit_32 = show("pool hit, 32 × 0.8 MB in one request, per item", timed(lambda: hit(files), few), NUM_ITEMS)
-    ratio = (hit_1 - hash_1) / floor
-    print(f"one item: {hit_1:.1f} µs (bar 150); beyond hashing {ratio:.2f} × a bare asyncio round trip")
-    print(f"32 items: {hit_32 - hash_32:.1f} µs an item beyond hashing (bar 8)")
+    hit_1, beyond_1 = measure_hits(client, files[:1], rounds)
+    _, beyond_32 = measure_hits(client, files, rounds // 10)
+    print(f"1 item: {hit_1:.1f} µs (bar 150); beyond hashing {beyond_1 / floor:.2f} × a bare asyncio round trip")
+    print(f"32 items: {beyond_32:.1f} µs an item beyond hashing (bar 8)")
+
+
+def measure_hits(client: mmcache.Client, files: list[bytes], rounds: int) -> tuple[float, float]:
+    """Microseconds an item of a pool hit, and of what it takes beyond hashing the same items right before."""
+    hashing, hits, releasing = [], [], []
+    for turn in range(rounds + rounds // 10):
+        t0 = time.perf_counter()
+        for file in files:
+            client.key(file)
+        t1 = time.perf_counter()
+        leases = client.encode(files)
+        t2 = time.perf_counter()
+        for lease in leases:
+            lease.release()
+        t3 = time.perf_counter()
+        assert all(lease.origin == "pool" for lease in leases), "a miss was timed"
+        if turn >= rounds // 10:
+            hashing.append((t1 - t0) * 1e6)
+            hits.append((t2 - t1) * 1e6)
+            releasing.append((t3 - t2) * 1e6)
+    num = len(files)
+    each = "" if num == 1 else ", per item"
+    show(f"hash {num} × 0.8 MB{each}", hashing, num)
+    hit = show(f"pool hit, {num} × 0.8 MB as bytes, hashing included{each}", hits, num)
+    show(f"release{each}", releasing, num)
+    beyond = [hit - alone for hit, alone in zip(hits, hashing, strict=True)]
+    return hit, show(f"pool hit beyond hashing{each}", beyond, num)
 
 
 if __name__ == "__main__":

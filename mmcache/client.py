@@ -24,9 +24,9 @@ from mmcache.errors import (
 )
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.lease import Lease
-from mmcache.media import Media, describe
+from mmcache.media import describe
+from mmcache.parts import cut
 from mmcache.paths import default_socket
-from mmcache.protocol import MAX_ITEMS
 from mmcache.transport import BlockingChannel
 
 __all__ = ["Client", "Lease", "connect"]
@@ -34,7 +34,10 @@ __all__ = ["Client", "Lease", "connect"]
 DEFAULT_TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1_000_000
 WINDOW_BYTES = 256 << 20
-"""Items are read and hashed up to this many bytes ahead, so that a long list of files is never in memory at once."""
+WINDOW_PARTS = 32
+"""Items are read and hashed this far ahead of the answers, so that a long list of files is never in memory at once."""
+SPIN_S = 150e-6
+"""A call polls this long for its answer before it sleeps; an answer from the pool comes sooner."""
 SERVER_MARGIN_S = 0.25
 """The sidecar is told to give up this much before the client does, so that its error says more than a timeout."""
 
@@ -88,7 +91,7 @@ class Client:
         self._is_closed = False
         self._is_in_call = False
         deadline = time.monotonic() + timeout
-        self._channel = BlockingChannel(_connected(self._path, deadline))
+        self._channel = BlockingChannel(_connected(self._path, deadline), spin_s=SPIN_S)
         try:
             self._core = self._shake_hands(name or Path(sys.argv[0] or "python").name, namespace, deadline)
         except BaseException:
@@ -136,7 +139,7 @@ class Client:
         items = list(items)
         results: list[Lease | ItemError | None] = [None] * len(items)
         with self._call() as deadline:
-            self._encode_windows(items, results, deadline)
+            self._encode(items, results, deadline)
         settled = cast("list[Lease | ItemError]", results)
         if errors == "raise" and any(isinstance(result, ItemError) for result in settled):
             raise EncodeError(settled)
@@ -178,55 +181,31 @@ class Client:
         if getattr(self, "_core", None) is not None:
             self._channel.close()
 
-    def _encode_windows(self, items: list[Item], results: list[Lease | ItemError | None], deadline: float) -> None:
-        start = 0
+    def _encode(self, items: Sequence[Item], results: list[Lease | ItemError | None], deadline: float) -> None:
+        """Ask for each part as soon as it is hashed; wait at the end, and when a window is full."""
+        pending: list[PendingEncode] = []
+        num_asked = nbytes = 0
         try:
-            while start < len(items):
-                start = self._encode_window(items, start, results, deadline)
+            for part in cut(items, self._core.hasher.key, self._core.welcome.max_item_bytes, results.__setitem__):
+                remaining = deadline - time.monotonic()
+                margin = min(SERVER_MARGIN_S, remaining / 4)
+                pending.append(self._core.encode(part, max(0.0, remaining - margin)))
+                self._send_outbox(deadline)
+                num_asked, nbytes = num_asked + 1, nbytes + part.nbytes
+                if nbytes >= WINDOW_BYTES or num_asked == WINDOW_PARTS:
+                    self._exchange(lambda: all(request.is_done for request in pending), deadline)
+                    num_asked = nbytes = 0
+            self._exchange(lambda: all(request.is_done for request in pending), deadline)
         except BaseException:
-            for result in results:
-                if isinstance(result, Lease):
-                    result.release()
-            raise
-
-    def _encode_window(
-        self, items: list[Item], start: int, results: list[Lease | ItemError | None], deadline: float
-    ) -> int:
-        """Encode as many items from `start` on as one request takes. Returns where the next one starts."""
-        limit, make_key = self._core.welcome.max_item_bytes, self._core.hasher.key
-        places: list[int] = []
-        media: list[Media] = []
-        keys: list[ContentKey] = []
-        nbytes, index = 0, start
-        while index < len(items) and len(keys) < MAX_ITEMS and nbytes < WINDOW_BYTES:
-            try:
-                item = describe(items[index], index, limit)
-            except ItemError as error:
-                results[index] = error
-            else:
-                keys.append(make_key(item.kind, item.header, item.raw))
-                media.append(item)
-                places.append(index)
-                nbytes += item.nbytes
-            index += 1
-        if keys:
-            pending = self._encoded(places, media, keys, deadline)
-            for place, result in zip(places, pending.results, strict=True):
-                results[place] = result
-        return index
-
-    def _encoded(self, places: list[int], media: list[Media], keys: list[ContentKey], deadline: float) -> PendingEncode:
-        remaining = deadline - time.monotonic()
-        pending = self._core.encode(places, media, keys, max(0.0, remaining - min(SERVER_MARGIN_S, remaining / 4)))
-        try:
-            self._exchange(lambda: pending.is_done, deadline)
-        except BaseException:
-            self._core.cancel(pending)
+            for request in pending:
+                self._core.cancel(request)
             if self._lost is None:
                 with contextlib.suppress(RequestTimeout, ConnectionLost):
                     self._send_outbox(time.monotonic() + 0.1)
             raise
-        return pending
+        for request in pending:
+            for place, result in zip(request.places, request.results, strict=True):
+                results[place] = result
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[float]:

@@ -21,15 +21,14 @@ from mmcache.errors import (
     SidecarUnavailable,
     UnreadableItem,
 )
-from mmcache.keys import ContentKey, KeyHasher
+from mmcache.keys import KeyHasher
 from mmcache.lease import Lease
-from mmcache.media import Media
+from mmcache.parts import Part
 from mmcache.protocol import (
     ACKNOWLEDGEMENT,
     ENCODE_HEAD,
     GRANT,
     MAX_TIMEOUT_MS,
-    ORIGINS,
     PROTOCOL_VERSION,
     RESULTS_HEAD,
     Acknowledge,
@@ -61,15 +60,11 @@ class PendingEncode:
 
     __slots__ = ("keys", "media", "num_open", "places", "request_id", "results")
 
-    def __init__(
-        self, request_id: int, places: Sequence[int], media: Sequence[Media], keys: Sequence[ContentKey]
-    ) -> None:
+    def __init__(self, request_id: int, part: Part) -> None:
         self.request_id = request_id
-        self.places = places
-        self.media = media
-        self.keys = keys
-        self.results: list[Lease | ItemError | None] = [None] * len(media)
-        self.num_open = len(media)
+        self.places, self.media, self.keys = part.places, part.media, part.keys
+        self.results: list[Lease | ItemError | None] = [None] * len(part.keys)
+        self.num_open = len(part.keys)
 
     @property
     def is_done(self) -> bool:
@@ -102,7 +97,6 @@ class ClientCore:
         self.stats_reply: bytes | None = None
         self._num_stats_due = 0
         self._dtype = welcome.dtype
-        self._itemsize = 2 if welcome.dtype == "bfloat16" else 4
         self._getpid = os.getpid  # also there when the interpreter goes down
         self._pid = os.getpid()
         self._pools: dict[int, ReadOnlyRegion] = {}
@@ -143,17 +137,15 @@ class ClientCore:
         (control_fd,) = take_descriptors(frame, 1)
         return cls(parse(Welcome, frame), control_fd, namespace)
 
-    def encode(
-        self, places: Sequence[int], media: Sequence[Media], keys: Sequence[ContentKey], timeout_s: float
-    ) -> PendingEncode:
-        """Start a request. `places`: the index of each item in the user's call; `keys`: one each."""
+    def encode(self, part: Part, timeout_s: float) -> PendingEncode:
+        """Start a request for the items of `part`."""
         self._last_request = (self._last_request + 1) & 0xFFFFFFFF
-        pending = PendingEncode(self._last_request, places, media, keys)
+        pending = PendingEncode(self._last_request, part)
         self._pending[pending.request_id] = pending
         if self._late:
             self._flush_late()
         head = ENCODE_HEAD.pack(pending.request_id, min(int(timeout_s * 1000), MAX_TIMEOUT_MS))
-        self.outbox.append(pack_frame(Kind.ENCODE, None, b"".join((head, *keys))))
+        self.outbox.append(pack_frame(Kind.ENCODE, None, b"".join((head, *part.keys))))
         return pending
 
     def cancel(self, pending: PendingEncode) -> None:
@@ -244,14 +236,11 @@ class ClientCore:
             self._pending.pop(request_id, None)
 
     def _on_grants(self, pending: PendingEncode, grants: bytes) -> None:
-        keys, results, pools, add = pending.keys, pending.results, self._pools, self.live.add
-        dtype, itemsize = self._dtype, self._itemsize
-        for position, slot, generation, origin, pool_id, tokens, offset, nbytes, t, h, w in GRANT.iter_unpack(grants):
+        keys, results, pools, add, dtype = pending.keys, pending.results, self._pools, self.live.add, self._dtype
+        for record in GRANT.iter_unpack(grants):
+            position, slot, generation, _, pool_id, *_ = record
             token = slot << 32 | generation
-            dim = nbytes // (tokens * itemsize)
-            results[position] = Lease(
-                self, token, keys[position], pools[pool_id], offset, tokens, dim, dtype, (t, h, w), ORIGINS[origin]
-            )
+            results[position] = Lease(self, token, keys[position], pools[pool_id], dtype, record)
             add(token)
         pending.num_open -= len(grants) // GRANT.size
 

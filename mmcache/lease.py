@@ -10,6 +10,7 @@ import numpy as np
 
 from mmcache.errors import LeaseReleased
 from mmcache.keys import ContentKey
+from mmcache.protocol import ORIGINS, Grant
 
 if TYPE_CHECKING:
     import torch
@@ -40,47 +41,51 @@ class Lease:
 
     Attributes:
         key: content key of the item; `str()` is 32 hex digits.
-        grid_thw: patches in time, height and width, before merging.
-        origin: where the embedding came from: "encoded", "pool", "host" or "store".
-        num_tokens, dim: shape of the embedding.
         dtype: "float32" or "bfloat16".
     """
 
-    __slots__ = (
-        "_core", "_held", "_offset", "_region", "_share", "_token", "dim", "dtype", "grid_thw", "key", "num_tokens",
-        "origin",
-    )  # fmt: skip
+    __slots__ = ("_core", "_held", "_record", "_region", "_share", "_token", "dtype", "key")
 
     def __init__(
-        self,
-        core: ClientCore,
-        token: int,
-        key: ContentKey,
-        region: ReadOnlyRegion,
-        offset: int,
-        num_tokens: int,
-        dim: int,
-        dtype: str,
-        grid_thw: tuple[int, int, int],
-        origin: str,
+        self, core: ClientCore, token: int, key: ContentKey, region: ReadOnlyRegion, dtype: str, record: tuple[int, ...]
     ) -> None:
         self._core: ClientCore | None = core
         self._token = token
         self.key = key
-        self.grid_thw = grid_thw
-        self.origin = origin
-        self.num_tokens = num_tokens
-        self.dim = dim
         self.dtype = dtype
         self._region = region
-        self._offset = offset
+        self._record = record  # a `Grant` when it is looked at: most leases are asked for little, and there are many
         self._share: Share | None = None  # made with the first view
         self._held: weakref.ref[Share] | None = None
 
     @property
+    def _grant(self) -> Grant:
+        return Grant._make(self._record)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the embedding."""
+        return self._grant.num_tokens
+
+    @property
+    def dim(self) -> int:
+        """Width of a row."""
+        return self.nbytes // (self.num_tokens * (2 if self.dtype == "bfloat16" else 4))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the embedding."""
-        return self.num_tokens * self.dim * (2 if self.dtype == "bfloat16" else 4)
+        return self._grant.nbytes
+
+    @property
+    def grid_thw(self) -> tuple[int, int, int]:
+        """Patches in time, height and width, before merging."""
+        return self._grant[-3:]
+
+    @property
+    def origin(self) -> str:
+        """Where the embedding came from: "encoded", "pool", "host" or "store"."""
+        return ORIGINS[self._grant.origin]
 
     @property
     def is_released(self) -> bool:
@@ -96,7 +101,7 @@ class Lease:
         """
         import torch
 
-        view = self._region.view(self._offset, self.nbytes, self._owner(), writable_flag=True)
+        view = self._region.view(self._grant.offset, self.nbytes, self._owner(), writable_flag=True)
         flat = torch.from_numpy(view).view(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32)
         return flat.view(self.num_tokens, self.dim)
 
@@ -106,7 +111,7 @@ class Lease:
         Raises:
             LeaseReleased: after the release.
         """
-        view = self._region.view(self._offset, self.nbytes, self._owner())
+        view = self._region.view(self._grant.offset, self.nbytes, self._owner())
         if self.dtype == "bfloat16":
             wide = view.view(np.uint16).astype(np.uint32)
             wide <<= 16

@@ -35,11 +35,28 @@ ORIGINS = ("encoded", "pool", "host", "store")
 """Where an embedding came from, by the code in a grant record."""
 
 GRANT = struct.Struct("<IIIHxxIIQQHHHxx")
-"""position, slot, generation, origin; then of the extent: pool id, tokens, offset, nbytes, grid t, h, w."""
+"""A `Grant`."""
 
 GRANT_HEAD = struct.Struct("<IIIHxx")
 GRANT_EXTENT = struct.Struct("<IIQQHHHxx")
 """The two halves of a grant record; the second is packed once, when the extent is published."""
+
+
+class Grant(NamedTuple):
+    """A grant record: one position's share, where in which pool its extent lies, and what it is."""
+
+    position: int
+    slot: int
+    generation: int
+    origin: int
+    pool_id: int
+    num_tokens: int
+    offset: int
+    nbytes: int
+    t: int
+    h: int
+    w: int
+
 
 ACKNOWLEDGEMENT = struct.Struct("<II")
 """slot, generation."""

@@ -196,10 +196,10 @@ class Connection:
         request_id, timeout_ms, keys = parse_encode(frame)
         if request_id in self._requests or len(self._requests) == MAX_REQUESTS:
             raise ProtocolError(f"request {request_id} is in flight already, or {MAX_REQUESTS} others are")
-        if holder.num_active > SWEEP_ABOVE:
-            holder.sweep()
         request = self._requests[request_id] = Request(self, holder, request_id, keys, timeout_ms / 1000)
         self._coordinator.serve_batch(request)
+        if holder.num_active > SWEEP_ABOVE:
+            holder.sweep()
 
     def _on_supply(self, frame: Frame) -> None:
         (fd,) = take_descriptors(frame, 1)

@@ -19,7 +19,7 @@ from PIL import Image
 
 import mmcache
 from examples.pictures import photographs, picture_folder
-from mmcache.media import describe
+from mmcache.parts import Part, cut
 from tests.mmcache.support import SidecarProcess, eventually, image
 
 
@@ -350,13 +350,19 @@ def test_timeout_is_bounded_and_leaks_nothing(tmp_path: Path) -> None:
         assert client.stats()["leases"]["active"] == 0
 
 
+def part_of(client: mmcache.Client, item: object) -> Part:
+    """A request's part, for a request that the client itself would not make."""
+    (part,) = cut([item], client._core.hasher.key, 1 << 20, on_error=lambda *_: None)
+    return part
+
+
 def test_grants_that_nobody_read_end_with_the_close(sidecar: SidecarProcess) -> None:
     """A request is given up after its grants were sent: the client has never seen those leases."""
     with sidecar.connect() as observer:
         observer.encode([image(1)])[0].release()
         client = sidecar.connect()
         core = client._core
-        pending = core.encode([0], [describe(image(1), 0, 1 << 20)], [client.key(image(1))], 5.0)
+        pending = core.encode(part_of(client, image(1)), 5.0)
         client._send_outbox(time.monotonic() + 5)
         eventually(lambda: observer.stats()["leases"]["active"] == 1, "it was granted")
         core.cancel(pending)
@@ -368,7 +374,7 @@ def test_grants_that_come_late_are_released(sidecar: SidecarProcess) -> None:
     with sidecar.connect() as client:
         client.encode([image(1)])[0].release()
         core = client._core
-        pending = core.encode([0], [describe(image(1), 0, 1 << 20)], [client.key(image(1))], 5.0)
+        pending = core.encode(part_of(client, image(1)), 5.0)
         core.cancel(pending)
         client.stats()  # the grant arrives before this answer
         assert client.stats()["leases"]["active"] == 0

@@ -1,0 +1,56 @@
+"""A call's items, cut into parts: each is read and hashed by itself, so that the sidecar looks up one meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from mmcache.errors import ItemError
+from mmcache.keys import ContentKey
+from mmcache.media import Media, describe
+from mmcache.protocol import MAX_ITEMS
+
+PART_BYTES = 12 << 20
+"""A part ends when its items have this many bytes; hashing them takes many times what asking for them does."""
+
+HashKey: TypeAlias = "Callable[[str, bytes, bytes | memoryview], ContentKey]"
+
+
+class Part:
+    """Described items of one request.
+
+    Attributes:
+        places: index in the user's call, for each item.
+        media, keys: what each is, and its content key.
+        nbytes: of all.
+    """
+
+    __slots__ = ("keys", "media", "nbytes", "places")
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.media: list[Media] = []
+        self.keys: list[ContentKey] = []
+        self.nbytes = 0
+
+
+def cut(
+    items: Sequence[object], make_key: HashKey, max_item_bytes: int, on_error: Callable[[int, ItemError], None]
+) -> Iterator[Part]:
+    """Parts of at least one item each, in order. An item that cannot be described goes to `on_error` with its index."""
+    part = Part()
+    for index, item in enumerate(items):
+        try:
+            media = describe(item, index, max_item_bytes)
+        except ItemError as error:
+            on_error(index, error)
+            continue
+        part.keys.append(make_key(media.kind, media.header, media.raw))
+        part.media.append(media)
+        part.places.append(index)
+        part.nbytes += media.nbytes
+        if part.nbytes >= PART_BYTES or len(part.keys) == MAX_ITEMS:
+            yield part
+            part = Part()
+    if part.keys:
+        yield part

@@ -1,27 +1,20 @@
-"""Settings of a sidecar: flags over MMCACHE_* variables over a TOML file over defaults; "auto" settled, then frozen."""
+"""Settings of a sidecar: each with its rule and description; "auto" settled, then frozen."""
 
 from __future__ import annotations
 
-import difflib
 import mmap
-import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
-from mmcache.errors import ConfigError
-from mmcache.paths import PREFIX, check_socket, default_socket, default_state
+from mmcache.paths import check_socket
 from mmcache.sizes import parse_size
-
-__all__ = ["Settings", "default_socket", "default_state", "load_settings", "parse_size"]
 
 STORE_FILE = "embeddings.lmdb"
 
 _FUTURE_STORES = ("redis", "rediss", "redis+sentinel", "redis+cluster")
-_Named = dict[str, tuple[object, str]]  # setting -> (value, where it came from)
 
 
 def _page_rounded(size: int) -> int:
@@ -172,6 +165,11 @@ class Settings(BaseModel):
         ge=1,
         le=10_000_000_000,
     )
+    orientation: Literal["exif", "ignore"] = _setting(
+        "of encoded files: exif turns a picture as its EXIF orientation says, ignore leaves it as it is stored",
+        "exif or ignore",
+        "exif",
+    )
     decode_timeout_s: Annotated[float, BeforeValidator(_no_bool)] = _setting(
         "longest that decoding one picture may take, in seconds; the decoder is replaced then",
         "a number, 0.1 to 3600",
@@ -179,6 +177,18 @@ class Settings(BaseModel):
         ge=0.1,
         le=3600,
         allow_inf_nan=False,
+    )
+    deterministic: bool = _setting(
+        "make embeddings bit-identical on one type of device, whatever they are encoded with; slower",
+        "true or false",
+        False,
+    )
+    verify_sample: Number = _setting(
+        "encode one hit in this many again and compare, if its client still has the bytes; 0 for never",
+        "a whole number, 0 to 1000000000",
+        0,
+        ge=0,
+        le=1_000_000_000,
     )
     max_batch_patches: Number = _setting(
         "most patches in one forward pass; a larger item is encoded alone",
@@ -218,75 +228,7 @@ class Settings(BaseModel):
         """The store's file, or None without a store."""
         return None if self.store == "none" else Path(unquote(urlsplit(self.store).path))
 
-
-def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], file: Path | None = None) -> Settings:
-    """Settle every setting; `auto` is resolved in the result.
-
-    Args:
-        flags: by setting's name; None means not given.
-        environ: MMCACHE_* variables; an empty one means not given.
-        file: TOML file with settings as top-level keys; None for the one that MMCACHE_CONFIG names, if any.
-
-    Raises:
-        ConfigError: names each wrong setting, where it came from, and the rule.
-    """
-    chosen: _Named = {"state": (default_state(environ), "default"), "socket": (default_socket(environ), "default")}
-    chosen |= _from_file(file, environ) | _from_variables(environ) | _from_flags(flags)
-    try:
-        return Settings.model_validate({name: value for name, (value, _) in chosen.items()})
-    except ValidationError as error:
-        problems = [_problem(str(each["loc"][0]), each["type"], each["msg"], chosen) for each in error.errors()]
-        raise ConfigError("; ".join(problems)) from None
-
-
-def _problem(name: str, kind: str, message: str, chosen: _Named) -> str:
-    value, source = chosen.get(name, (Settings.model_fields[name].default, "default"))
-    extra = Settings.model_fields[name].json_schema_extra
-    assert isinstance(extra, dict), "every setting has a rule"
-    rule = message.removeprefix("Value error, ") if kind == "value_error" else f"must be {extra['rule']}"
-    shown = str(value) if isinstance(value, Path) else repr(value)
-    return f"{name} = {shown} ({source}): {rule}"
-
-
-def _from_flags(flags: Mapping[str, object]) -> _Named:
-    assert flags.keys() <= Settings.model_fields.keys(), "flags are named as the settings are"
-    return {name: (value, f"flag --{name.replace('_', '-')}") for name, value in flags.items() if value is not None}
-
-
-def _from_variables(environ: Mapping[str, str]) -> _Named:
-    found: _Named = {}
-    for variable, value in environ.items():
-        name = variable.removeprefix(PREFIX).lower()
-        if not variable.startswith(PREFIX) or name == "config" or not value:
-            continue
-        if name in Settings.model_fields:
-            found[name] = (value, f"variable {variable}")
-        elif close := _nearest(name):  # others may share the prefix; only a likely slip is refused
-            raise ConfigError(f"variable {variable}: not a setting; did you mean {PREFIX}{close.upper()}?")
-    return found
-
-
-def _from_file(file: Path | None, environ: Mapping[str, str]) -> _Named:
-    source = "flag --config"
-    if file is None and environ.get(f"{PREFIX}CONFIG"):
-        file, source = Path(environ[f"{PREFIX}CONFIG"]).expanduser(), f"variable {PREFIX}CONFIG"
-    if file is None:
-        return {}
-    for name in (table := _read_toml(file, source)):
-        if name not in Settings.model_fields:
-            hint = f"; did you mean {close}?" if (close := _nearest(name)) else ""
-            raise ConfigError(f"{file} key {name}: not a setting{hint}")
-    return {name: (value, f"{file} key {name}") for name, value in table.items()}
-
-
-def _read_toml(file: Path, source: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"config = {file} ({source}): must be a readable TOML file: {error.strerror}") from None
-    except ValueError as error:  # bad UTF-8 or bad TOML
-        raise ConfigError(f"config = {file} ({source}): must be a TOML file: {error}") from None
-
-
-def _nearest(name: str) -> str | None:
-    return next(iter(difflib.get_close_matches(name, Settings.model_fields, n=1, cutoff=0.8)), None)
+    @property
+    def decoding(self) -> str:
+        """Canonical text of the settings that decide the pixels of a file, for the fingerprint."""
+        return f'{{"orientation":"{self.orientation}"}}'

@@ -107,7 +107,9 @@ def fingerprint(
     weights_digest: bytes,
     model_config: str,
     processor: str,
+    decoding: str,
     dtype: str,
+    is_deterministic: bool,
     numerics_version: int,
     adapter: str = "",
 ) -> Fingerprint:
@@ -117,11 +119,14 @@ def fingerprint(
         weights_digest: see `digest_parts`.
         model_config: canonical text of the model's shape.
         processor: canonical text of the preprocessing settings.
+        decoding: canonical text of what decides the pixels of a file.
         dtype: of the output ("float32", "bfloat16").
+        is_deterministic: whether the encoder was told to be bit-identical.
         numerics_version: raised by every change of code that changes an embedding's bytes.
         adapter: name and digest of an adapter, empty for none.
     """
-    texts = (model_config, processor, dtype, str(numerics_version), adapter)
+    numerics = f"{numerics_version}{' deterministic' if is_deterministic else ''}"
+    texts = (model_config, processor, decoding, dtype, numerics, adapter)
     return Fingerprint(digest_parts((_FINGERPRINT_TAG, weights_digest, *(text.encode() for text in texts))))
 
 

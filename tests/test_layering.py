@@ -21,7 +21,8 @@ LEAVES = {"_version", "paths", "sizes"}
 # A part of mmcache is a subpackage, or a group of modules. Every part may import itself, errors and the leaves.
 GROUPS = {
     "protocol": {"protocol", "transport"},
-    "client": {"__init__", "client", "core", "lease"},
+    "config": {"config", "config_sources"},
+    "client": {"__init__", "client", "core", "lease", "parts"},
     "cli": {"__main__"},
 }
 TORCH_FREE_ENCODER = {"encoder.sizing", "encoder.sharding"}

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmcache._version import __version__
-from mmcache.config import Settings, load_settings
+from mmcache.config import Settings
+from mmcache.config_sources import load_settings
 
 if TYPE_CHECKING:
     from mmcache.server.coordinator import Coordinator

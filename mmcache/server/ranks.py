@@ -237,6 +237,8 @@ def _facts(settings: Settings, ready: RankReady) -> ModelFacts:
             weights_digest=ready.weights_digest,
             model_config=ready.model_config_json,
             processor=ready.processor_json,
+            decoding=settings.decoding,
+            is_deterministic=settings.deterministic,
             dtype=settings.dtype,
             numerics_version=ready.numerics_version,
         ),

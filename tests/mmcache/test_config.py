@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from mmcache.config import Settings, default_socket, default_state, load_settings, parse_size
+from mmcache.config import Settings
+from mmcache.config_sources import load_settings
 from mmcache.errors import ConfigError
+from mmcache.paths import default_socket, default_state
+from mmcache.sizes import parse_size
 
 HOME = {"HOME": "/users/someone"}
 

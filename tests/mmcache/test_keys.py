@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,9 +45,15 @@ def test_a_key_is_the_hash_of_length_prefixed_parts() -> None:
     assert KeyHasher(SEED, "ns").key("array", b"2x2", b"rgba") == xxhash.xxh3_128_digest(spelled, seed=SEED)
 
 
+PARTS: dict[str, Any] = {
+    "weights_digest": b"w" * 16, "model_config": "m", "processor": "p", "decoding": "d", "dtype": "float32",
+    "is_deterministic": False, "numerics_version": 1,
+}  # fmt: skip
+
+
 def test_golden_fingerprint_and_digests() -> None:
-    made = fingerprint(weights_digest=b"w" * 16, model_config="m", processor="p", dtype="float32", numerics_version=1)
-    assert str(made) == "ba76de391e5854dc5682672dac4adac6"
+    made = fingerprint(**PARTS)
+    assert str(made) == "113afe13620a1af47ab5d0b91d941746"
     assert digest_parts([b"a", b"bc"]).hex() == "f310f4d71be93bc46456c91685adede6"
     assert checksum(b"hello") == 0x9555E8555C62DCFD
 
@@ -107,15 +114,17 @@ def test_digests_read_as_hex_and_back(kind: type[ContentKey] | type[Fingerprint]
 
 
 def test_every_part_of_a_fingerprint_counts() -> None:
-    base = {"weights_digest": b"w" * 16, "model_config": "m", "processor": "p", "dtype": "float32"}
     variants = [
-        base | {"numerics_version": 1},
-        base | {"numerics_version": 2},
-        base | {"numerics_version": 1, "adapter": "lora"},
-        base | {"numerics_version": 1, "dtype": "bfloat16"},
-        base | {"numerics_version": 1, "processor": "q"},
-        base | {"numerics_version": 1, "model_config": "mp", "processor": ""},
-        base | {"numerics_version": 1, "weights_digest": b"v" * 16},
+        PARTS,
+        PARTS | {"numerics_version": 2},
+        PARTS | {"is_deterministic": True},
+        PARTS | {"adapter": "lora"},
+        PARTS | {"dtype": "bfloat16"},
+        PARTS | {"processor": "q"},
+        PARTS | {"decoding": "e"},
+        PARTS | {"processor": "pd", "decoding": ""},
+        PARTS | {"model_config": "mp", "processor": ""},
+        PARTS | {"weights_digest": b"v" * 16},
     ]
     assert len({fingerprint(**variant) for variant in variants}) == len(variants)
 

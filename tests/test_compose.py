@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from mmcache.cli.app import cli
-from mmcache.config import Settings, load_settings
+from mmcache.config import Settings
+from mmcache.config_sources import load_settings
 
 ROOT = Path(__file__).parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

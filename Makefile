@@ -5,7 +5,11 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test soak lint bench clean
+# Resizing has the same bits on the Pillow that the rest is tested with and on the next one.
+OTHER_VENV  := .venv-pillow13
+OTHER_TESTS := tests/encoder/test_resize.py tests/encoder/test_preprocess.py tests/encoder/test_sizing.py
+
+.PHONY: demo test test-pillow soak lint clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mmcache needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -24,8 +28,17 @@ $(VENV)/.test: $(BIN)/python $(INPUTS)
 demo: $(VENV)/.demo  ## encode real photographs through a real sidecar, three passes
 	@$(BIN)/python -m examples.demo $(IMAGES)
 
-test: $(VENV)/.test  ## every test that this machine can run
+test: $(VENV)/.test test-pillow  ## every test that this machine can run
 	$(BIN)/python -m pytest
+
+$(OTHER_VENV)/.test: $(BIN)/python $(INPUTS)
+	@echo "installing another Pillow into $(OTHER_VENV) (once)"
+	$(PYTHON) -m venv $(OTHER_VENV)
+	$(OTHER_VENV)/bin/python -m pip install --quiet 'pillow>=13,<14' numpy pytest hypothesis
+	@touch $@
+
+test-pillow: $(OTHER_VENV)/.test  ## resizing on another Pillow
+	$(OTHER_VENV)/bin/python -m pytest -p no:cacheprovider $(OTHER_TESTS)
 
 soak: $(VENV)/.test  ## the same tests at full length
 	MMCACHE_SOAK=1 $(BIN)/python -m pytest
@@ -36,4 +49,4 @@ lint: $(VENV)/.test  ## style and types
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OTHER_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

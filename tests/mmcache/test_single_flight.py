@@ -14,7 +14,7 @@ import pytest
 
 import mmcache
 from mmcache.keys import KeyHasher
-from mmcache.media import describe
+from mmcache.parts import cut
 from tests.mmcache.support import SidecarProcess, eventually, image
 
 
@@ -96,7 +96,8 @@ def test_a_liar_that_leaves_while_it_is_caught(sidecar: SidecarProcess, monkeypa
         key = honest.key(truth)
         liar = sidecar.connect()
         monkeypatch.setattr(KeyHasher, "key", lambda *_: key)
-        pending = liar._core.encode([0], [describe(lie, 0, 1 << 20)], [key], 60.0)
+        (part,) = cut([lie], liar._core.hasher.key, 1 << 20, on_error=lambda *_: None)
+        pending = liar._core.encode(part, 60.0)
         monkeypatch.undo()
         os.kill(decoder, signal.SIGSTOP)
         liar._send_outbox(time.monotonic() + 10)

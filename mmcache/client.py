@@ -36,7 +36,7 @@ MAX_TIMEOUT_S = 1_000_000
 WINDOW_BYTES = 256 << 20
 WINDOW_PARTS = 32
 """Items are read and hashed this far ahead of the answers, so that a long list of files is never in memory at once."""
-SPIN_S = 150e-6
+SPIN_S = 300e-6
 """A call polls this long for its answer before it sleeps; an answer from the pool comes sooner."""
 SERVER_MARGIN_S = 0.25
 """The sidecar is told to give up this much before the client does, so that its error says more than a timeout."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ipc.control import ControlMemory
 from ipc.errors import IpcError
@@ -31,6 +32,7 @@ from mmcache.protocol import (
     MAX_TIMEOUT_MS,
     PROTOCOL_VERSION,
     RESULTS_HEAD,
+    SUPPLY_WINDOW,
     Acknowledge,
     Bye,
     Cancel,
@@ -144,7 +146,7 @@ class ClientCore:
         self._pending[pending.request_id] = pending
         if self._late:
             self._flush_late()
-        head = ENCODE_HEAD.pack(pending.request_id, min(int(timeout_s * 1000), MAX_TIMEOUT_MS))
+        head = ENCODE_HEAD.pack(pending.request_id, min(int(timeout_s * 1000), MAX_TIMEOUT_MS), part.has_more)
         self.outbox.append(pack_frame(Kind.ENCODE, None, b"".join((head, *part.keys))))
         return pending
 
@@ -232,6 +234,8 @@ class ClientCore:
                 pending.fail(position, kind, reason)
             if unsettled.need:
                 self._supply(pending, unsettled.need)
+            if unsettled.verify:
+                self._supply_to_verify(pending, unsettled.verify[:SUPPLY_WINDOW])
         if pending.is_done:
             self._pending.pop(request_id, None)
 
@@ -257,21 +261,20 @@ class ClientCore:
             nbytes += size
         self._send_supply(pending, batch)
 
+    def _supply_to_verify(self, pending: PendingEncode, positions: Sequence[int]) -> None:
+        """Send the bytes of items that are served already, a memfd each; one that cannot be sent is left out."""
+        for position in positions:
+            with suppress(IpcError):
+                self.outbox.append(_supply_frame(pending, [position]))
+
     def _send_supply(self, pending: PendingEncode, positions: Sequence[int]) -> None:
-        media = [pending.media[position] for position in positions]
         try:
-            fd, offsets = sealed_copy("mmcache-supply", [item.raw for item in media])
+            self.outbox.append(_supply_frame(pending, positions))
         except IpcError as error:
             for position in positions:
                 pending.fail(position, UnreadableItem.__name__, f"cannot be sent: {error}")
             cancel = Cancel(request_id=pending.request_id, positions=list(positions))
             self.outbox.append(pack_frame(Kind.CANCEL, cancel))
-            return
-        supply = Supply(
-            request_id=pending.request_id, positions=list(positions), kinds=[item.kind for item in media],
-            headers=[item.header for item in media], offsets=offsets, sizes=[item.nbytes for item in media],
-        )  # fmt: skip
-        self.outbox.append(pack_frame(Kind.SUPPLY, supply, fds=[fd], owned=True))
 
     def _flush_late(self) -> None:
         records = []
@@ -279,3 +282,14 @@ class ClientCore:
             records.append(ACKNOWLEDGEMENT.pack(*self._late.popleft()))
         if records:
             self.outbox.append(pack_frame(Kind.ACKNOWLEDGE, Acknowledge(), b"".join(records)))
+
+
+def _supply_frame(pending: PendingEncode, positions: Sequence[int]) -> OutgoingFrame:
+    """The bytes of some items in one memfd. Raises `IpcError` if there is none to be had."""
+    media = [pending.media[position] for position in positions]
+    fd, offsets = sealed_copy("mmcache-supply", [item.raw for item in media])
+    supply = Supply(
+        request_id=pending.request_id, positions=list(positions), kinds=[item.kind for item in media],
+        headers=[item.header for item in media], offsets=offsets, sizes=[item.nbytes for item in media],
+    )  # fmt: skip
+    return pack_frame(Kind.SUPPLY, supply, fds=[fd], owned=True)

@@ -23,15 +23,17 @@ class Part:
         places: index in the user's call, for each item.
         media, keys: what each is, and its content key.
         nbytes: of all.
+        has_more: whether the call has items beyond it.
     """
 
-    __slots__ = ("keys", "media", "nbytes", "places")
+    __slots__ = ("has_more", "keys", "media", "nbytes", "places")
 
     def __init__(self) -> None:
         self.places: list[int] = []
         self.media: list[Media] = []
         self.keys: list[ContentKey] = []
         self.nbytes = 0
+        self.has_more = False
 
 
 def cut(
@@ -50,6 +52,7 @@ def cut(
         part.places.append(index)
         part.nbytes += media.nbytes
         if part.nbytes >= PART_BYTES or len(part.keys) == MAX_ITEMS:
+            part.has_more = index + 1 < len(items)
             yield part
             part = Part()
     if part.keys:

@@ -61,8 +61,9 @@ class Grant(NamedTuple):
 ACKNOWLEDGEMENT = struct.Struct("<II")
 """slot, generation."""
 
-ENCODE_HEAD = struct.Struct("<II")
-"""Start of an `ENCODE` body, which has no header: request id, timeout in milliseconds; then keys of 16 bytes."""
+ENCODE_HEAD = struct.Struct("<II?xxx")
+"""Start of an `ENCODE` body, which has no header: request id, timeout in milliseconds, whether more of the
+same call follows at once; then keys of 16 bytes."""
 
 RESULTS_HEAD = struct.Struct("<I")
 """Start of a `RESULTS` body: request id; then grant records. The header is empty unless there is more to say."""
@@ -99,6 +100,8 @@ class Kind(IntEnum):
     DROP = 43
     START_FAILED = 44
     DECODER_READY = 45
+    COMPARE = 46
+    COMPARED = 47
 
 
 class Message(BaseModel):
@@ -166,9 +169,14 @@ class PoolGone(Message):
 
 
 class Unsettled(Message):
-    """The header of a `RESULTS` frame that has more than grants. `need`: positions whose bytes are asked for."""
+    """The header of a `RESULTS` frame that has more than grants.
+
+    `need`: positions whose bytes are asked for. `verify`: positions that have their grant, whose bytes are asked for to
+    check it; a client may leave them out.
+    """
 
     need: Positions = []
+    verify: Positions = []
     failed: Positions = []
     errors: Annotated[list[str], Field(max_length=MAX_ITEMS)] = []
     reasons: Annotated[list[str], Field(max_length=MAX_ITEMS)] = []
@@ -258,8 +266,8 @@ def parse(model: type[M], frame: Frame) -> M:
         raise ProtocolError(f"bad {model.__name__} frame: {where}: {first['msg']}") from None
 
 
-def parse_encode(frame: Frame) -> tuple[int, int, bytes]:
-    """Request id, timeout in milliseconds and keys of an `ENCODE` frame.
+def parse_encode(frame: Frame) -> tuple[int, int, bool, bytes]:
+    """Request id, timeout in milliseconds, whether more follows, and keys of an `ENCODE` frame.
 
     Raises:
         ProtocolError: no keys, too many, or not whole ones.
@@ -267,8 +275,8 @@ def parse_encode(frame: Frame) -> tuple[int, int, bytes]:
     num_items, rest = divmod(len(frame.body) - ENCODE_HEAD.size, KEY_BYTES)
     if rest or not 1 <= num_items <= MAX_ITEMS or frame.header:
         raise ProtocolError(f"ENCODE has {len(frame.body)} bytes of body: not 1 to {MAX_ITEMS} keys")
-    request_id, timeout_ms = ENCODE_HEAD.unpack_from(frame.body)
-    return request_id, timeout_ms, frame.body[ENCODE_HEAD.size :]
+    request_id, timeout_ms, has_more = ENCODE_HEAD.unpack_from(frame.body)
+    return request_id, timeout_ms, has_more, frame.body[ENCODE_HEAD.size :]
 
 
 class FrameReader:

@@ -7,6 +7,7 @@ import logging
 import os
 import select
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -21,6 +22,10 @@ MAX_PENDING_BYTES = 16 << 20
 
 
 FRAMES_A_TURN = 16
+BUSY_S = 300e-6
+"""While a client's frames follow each other this closely, the loop polls: waking up would take as long as an answer."""
+MORE_S = 2e-3
+"""Longest that the loop polls for the next part of a call: its client reads and hashes it meanwhile."""
 
 
 class Poller:
@@ -31,13 +36,23 @@ class Poller:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
+        self._hurried: set[int] = set()
+        self._hurried_at = 0.0
+        self._poll_until = 0.0
+        self._is_polling = False
         loop.add_reader(self._epoll.fileno(), self._ready)
 
-    def register(self, fd: int, on_events: Callable[[int], None]) -> None:
-        """Call `on_events` with the epoll bits whenever `fd` is readable or broken."""
+    def register(self, fd: int, on_events: Callable[[int], None], *, is_hurried: bool = False) -> None:
+        """Call `on_events` with the epoll bits whenever `fd` is readable or broken.
+
+        `is_hurried`: somebody waits for what is done about it, and it often comes again at once.
+        """
         self._handlers[fd] = on_events
+        if is_hurried:
+            self._hurried.add(fd)
         self._epoll.register(fd, select.EPOLLIN)
 
     def want_write(self, fd: int, wanted: bool) -> None:
@@ -47,14 +62,41 @@ class Poller:
     def unregister(self, fd: int) -> None:
         """Forget `fd`, before it is closed."""
         self._epoll.unregister(fd)
+        self._hurried.discard(fd)
         del self._handlers[fd]
 
+    def expect_more(self) -> None:
+        """The frame that is being handled is one of several of a call."""
+        self._hurried_at = time.monotonic()
+        self._poll_for(MORE_S)
+
     def _ready(self) -> None:
+        is_hurried = False
         for fd, events in self._epoll.poll(0):
+            is_hurried |= fd in self._hurried
             # One handler may have closed another's socket, and a new socket may have its number: it finds nothing.
             handler = self._handlers.get(fd)
             if handler is not None:
                 handler(events)
+        if is_hurried:
+            before, self._hurried_at = self._hurried_at, time.monotonic()
+            if self._hurried_at - before < BUSY_S:
+                self._poll_for(BUSY_S)
+
+    def _poll_for(self, seconds: float) -> None:
+        self._poll_until = max(self._poll_until, self._hurried_at + seconds)
+        if not self._is_polling:
+            self._is_polling = True
+            self._loop.call_soon(self._poll)
+
+    def _poll(self) -> None:
+        """One look a turn of the loop, which goes on as ever."""
+        if time.monotonic() > self._poll_until:
+            self._is_polling = False
+            return
+        os.sched_yield()
+        self._ready()
+        self._loop.call_soon(self._poll)
 
 
 class Channel:
@@ -69,6 +111,8 @@ class Channel:
         sock: socket.socket,
         on_frame: Callable[[Frame], None],
         on_close: Callable[[str], None],
+        *,
+        is_hurried: bool = False,
     ) -> None:
         sock.setblocking(False)
         self._poller = poller
@@ -80,7 +124,7 @@ class Channel:
         self._pending_bytes = 0
         self._is_behind = False
         self.is_open = True
-        poller.register(sock.fileno(), self._on_events)
+        poller.register(sock.fileno(), self._on_events, is_hurried=is_hurried)
 
     def send(self, frame: OutgoingFrame) -> None:
         """Send now what the socket takes and the rest when it can. On a closed channel the frame is dropped."""

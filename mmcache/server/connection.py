@@ -12,9 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ipc.control import ControlMemory
-from ipc.errors import MemorySealError
 from ipc.leases import Holder
-from ipc.memory_shm import SEALS_FROZEN, check_sealed
 from mmcache._version import __version__
 from mmcache.errors import ItemError, ProtocolError, ProtocolMismatch
 from mmcache.protocol import (
@@ -41,6 +39,7 @@ from mmcache.protocol import (
 from mmcache.server.channel import Channel
 from mmcache.server.decoders import SharedDescriptor, Supplied
 from mmcache.server.requests import Flight, Request
+from mmcache.server.supply import check_supply
 from mmcache.transport import peer_of, same_process, take_descriptors
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class Connection:
         self._recent: deque[Request] = deque(maxlen=RECENT_REQUESTS)
         self._closes_when_idle = False
         self.holder: Holder | None = None
-        self._channel = Channel(coordinator.poller, sock, self._on_frame, self._on_close)
+        self._channel = Channel(coordinator.poller, sock, self._on_frame, self._on_close, is_hurried=True)
         self._handshake_timer = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._channel.close, "no handshake")
 
     @property
@@ -193,11 +192,13 @@ class Connection:
     def _on_encode(self, holder: Holder, frame: Frame) -> None:
         if frame.fds:
             close_all(frame.fds)
-        request_id, timeout_ms, keys = parse_encode(frame)
+        request_id, timeout_ms, has_more, keys = parse_encode(frame)
         if request_id in self._requests or len(self._requests) == MAX_REQUESTS:
             raise ProtocolError(f"request {request_id} is in flight already, or {MAX_REQUESTS} others are")
         request = self._requests[request_id] = Request(self, holder, request_id, keys, timeout_ms / 1000)
         self._coordinator.serve_batch(request)
+        if has_more:
+            self._coordinator.poller.expect_more()
         if holder.num_active > SWEEP_ABOVE:
             holder.sweep()
 
@@ -206,21 +207,20 @@ class Connection:
         memory = SharedDescriptor(fd)
         try:
             supply = parse(Supply, frame)
-            _check_supply(supply, fd, self._coordinator.settings.max_item_bytes)
-            request = self._requests.get(supply.request_id)
-            if request is not None:  # else it was given up meanwhile
-                self._hand_over(request, supply, memory)
+            check_supply(supply, fd, self._coordinator.settings.max_item_bytes)
+            self._hand_over(supply, memory)
         finally:
             memory.release()
 
-    def _hand_over(self, request: Request, supply: Supply, memory: SharedDescriptor) -> None:
+    def _hand_over(self, supply: Supply, memory: SharedDescriptor) -> None:
+        """To whom the bytes were asked for; what nobody waits for any more is dropped."""
+        request = self._requests.get(supply.request_id)
         columns = (supply.positions, supply.kinds, supply.headers, supply.offsets, supply.sizes)
         for position, kind, header, offset, size in zip(*columns, strict=True):
-            flight = request.open.get(position)
             supplied = Supplied(memory, self._namespace, kind, header, offset, size)
-            if flight is None or position not in request.asked:
-                continue
-            if flight.supply(request, position, supplied):
+            if request is None or position not in request.asked:
+                self._coordinator.verifier.supply(self, supply.request_id, position, supplied)
+            elif (flight := request.open.get(position)) is not None and flight.supply(request, position, supplied):
                 memory.share()
 
     def _on_cancel(self, holder: Holder, cancel: Cancel) -> None:
@@ -247,6 +247,7 @@ class Connection:
     def _on_close(self, reason: str) -> None:
         self._handshake_timer.cancel()
         self._coordinator.closed()
+        self._coordinator.verifier.forget(self)
         for request in list(self._requests.values()):
             request.cancel([])
         if self.holder is None:
@@ -283,17 +284,3 @@ def _records(frame: Frame, holder: Holder) -> set[tuple[int, int]]:
     if rest or num_records > holder.control.num_words:
         raise ProtocolError(f"acknowledgements of {len(frame.body)} bytes are not whole records, or too many")
     return {(slot, generation) for slot, generation in ACKNOWLEDGEMENT.iter_unpack(frame.body)}
-
-
-def _check_supply(supply: Supply, fd: int, max_item_bytes: int) -> None:
-    columns = (supply.kinds, supply.headers, supply.offsets, supply.sizes)
-    if any(len(column) != len(supply.positions) for column in columns):
-        raise ProtocolError("the columns of a SUPPLY differ in length")
-    try:
-        limit = check_sealed(fd, SEALS_FROZEN)
-    except MemorySealError as error:
-        raise ProtocolError(f"SUPPLY: {error}") from error
-    if any(offset + size > limit for offset, size in zip(supply.offsets, supply.sizes, strict=True)):
-        raise ProtocolError(f"SUPPLY: an item reaches beyond the {limit} bytes of its memory")
-    if any(size > max_item_bytes for size in supply.sizes):
-        raise ProtocolError(f"SUPPLY: an item is larger than {max_item_bytes} bytes (max_item_bytes)")

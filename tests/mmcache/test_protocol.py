@@ -251,13 +251,13 @@ def test_a_reused_request_id_poisons_no_key(shared_sidecar: SidecarProcess) -> N
     for _ in range(20):
         for key in keys:
             channel._sock.send(
-                pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 2**32 - 1) + key).data
+                pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 2**32 - 1, False) + key).data
                 + pack_frame(Kind.CANCEL, Cancel(request_id=1)).data
             )
-    channel._sock.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 2**32 - 1) + keys[0]).data)
+    channel._sock.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 2**32 - 1, False) + keys[0]).data)
     channel.close()
     honest = greeted(shared_sidecar)
-    honest.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 60_000) + b"".join(keys)))
+    honest.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 60_000, False) + b"".join(keys)))
     asked: set[int] = set()
     while asked != {0, 1, 2}:
         asked |= set(parse(Unsettled, honest.receive()).need)

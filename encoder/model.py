@@ -1,15 +1,17 @@
-"""The encoder as its rank uses it: load once, then images in and embeddings out."""
+"""The encoder as its rank uses it: load once, then images and video chunks in, embeddings out."""
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from encoder.config import EncoderConfig, ProcessorConfig
-from encoder.errors import ImageError
+from encoder.determinism import OneByOne, align_parameters, is_aligned
+from encoder.errors import CheckpointError, ImageError
 from encoder.moonvit import MoonViT
-from encoder.preprocess import Pixels, image_size, preprocess
+from encoder.preprocess import Pixels, pixels_grid, preprocess
 from encoder.sharding import CostModel, attention_flops_per_patch_squared, linear_flops_per_patch
 from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
 from encoder.source import resolve_model
@@ -24,8 +26,14 @@ class Encoder:
     dtype: torch.dtype
     device: torch.device
 
-    def __init__(self, model: MoonViT, processor: ProcessorConfig) -> None:
-        """Take over a model whose parameters share one dtype and one device."""
+    def __init__(self, model: MoonViT, processor: ProcessorConfig, *, deterministic: bool = False) -> None:
+        """Take over a model whose parameters share one dtype and one device.
+
+        With `deterministic`, an embedding's bytes depend on nothing but its item, whatever it is encoded with and on
+        how many threads, on one type of device: see `encoder.determinism`. Raises `EncoderError` as that does, and
+        `CheckpointError` if the processor's chunks have more frames than the model takes.
+        """
+        _check_frames(model.config, processor)
         parameter = next(model.parameters())
         self.config = model.config
         self.processor = processor
@@ -34,15 +42,25 @@ class Encoder:
         self._model = model
         self._mean = self._channels(processor.image_mean)
         self._std = self._channels(processor.image_std)
+        self._one_by_one = OneByOne(self.device) if deterministic else None
+        if deterministic:
+            align_parameters(model)
 
     @classmethod
-    def load(cls, model: str, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> "Encoder":
+    def load(
+        cls,
+        model: str,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        deterministic: bool = False,
+    ) -> "Encoder":
         """Load a preset by its name, or a checkpoint by its folder.
 
         Raises `CheckpointError` listing what is wrong with the settings or the tensors.
         """
         source = resolve_model(model)
-        return cls(build_model(source, dtype).to(device), source.processor)
+        return cls(build_model(source, dtype).to(device), source.processor, deterministic=deterministic)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter, sorted by name, as a contiguous CPU tensor in the encoder's dtype.
@@ -53,19 +71,25 @@ class Encoder:
         for name, parameter in sorted(self._model.named_parameters()):
             yield name, parameter.detach().cpu().contiguous()
 
-    def encode(self, images: Sequence[Pixels], outs: Sequence[torch.Tensor]) -> list[bool]:
-        """Encode images as one packed batch, each embedding written into its own output.
+    def encode(self, items: Sequence[Pixels], outs: Sequence[torch.Tensor]) -> list[bool]:
+        """Encode items as one packed batch (if deterministic, each by itself), each into its own output.
 
-        Images are uint8 `[height, width, 3]`, RGB, only read. Each of `outs` is contiguous `[num_tokens, text_width]`
-        in the encoder's dtype and on its device. Returns per item whether every value is finite; the caller must not
-        use one that is not. Raises `ImageError`, before anything is written, if an image or output does not fit.
+        An item is uint8 and RGB, only read: an image `[height, width, 3]`, or a video chunk `[frames, height, width,
+        3]`. Each of `outs` is contiguous `[num_tokens, text_width]` in the encoder's dtype and on its device; time is
+        pooled away, so a chunk has the tokens of one frame. Returns per item whether every value is finite; the caller
+        must not use one that is not. Raises `ImageError`, before anything is written, if an item or output does not
+        fit.
         """
-        if len(images) != len(outs):
-            raise ImageError(f"{len(images)} images need as many outputs, got {len(outs)}")
-        grids = [self._checked_grid(image, out) for image, out in zip(images, outs, strict=True)]
+        if len(items) != len(outs):
+            raise ImageError(f"{len(items)} items need as many outputs, got {len(outs)}")
+        grids = [self._checked_grid(item, out) for item, out in zip(items, outs, strict=True)]
         if not grids:
             return []
-        self._model(self._normalised(self._patches(images, grids)), grids, outs)
+        if self._one_by_one is None:
+            self._encode_pack(items, grids, outs)
+        else:
+            work = zip(items, grids, outs, strict=True)
+            self._one_by_one.run([partial(self._encode_alone, *part) for part in work])
         return all_finite(outs)
 
     def warm_up(self) -> None:
@@ -89,6 +113,15 @@ class Encoder:
             self.config, flops_per_second=flops / max(busy - launch, busy / 2), seconds_per_launch=launch
         )
 
+    def _encode_pack(self, items: Sequence[Pixels], grids: Sequence[Grid], outs: Sequence[torch.Tensor]) -> None:
+        self._model(self._normalised(self._patches(items, grids)), grids, outs)
+
+    def _encode_alone(self, item: Pixels, grid: Grid, out: torch.Tensor) -> None:
+        aligned = out if is_aligned(out) else torch.empty_like(out)
+        self._encode_pack([item], [grid], [aligned])
+        if aligned is not out:
+            out.copy_(aligned)
+
     def _time_square(self, side: int) -> float:
         tokens = num_tokens(grid_thw(side, side, self.processor), self.config.merge_size)
         out = torch.empty(tokens, self.config.text_width, dtype=self.dtype, device=self.device)
@@ -96,25 +129,26 @@ class Encoder:
         self.encode([np.zeros((side, side, 3), np.uint8)], [out])
         return time.perf_counter() - started
 
-    def _checked_grid(self, image: Pixels, out: torch.Tensor) -> Grid:
-        width, height = image_size(image)
-        grid = grid_thw(width, height, self.processor)
+    def _checked_grid(self, item: Pixels, out: torch.Tensor) -> Grid:
+        grid = pixels_grid(item, self.processor)
         shape = (num_tokens(grid, self.config.merge_size), self.config.text_width)
         fits = tuple(out.shape) == shape and out.dtype == self.dtype and out.device == self.device
         if not fits or not out.is_contiguous():
+            *frames, height, width, _ = item.shape
+            what = f"a chunk of {frames[0]} frames" if frames else "an image"
             raise ImageError(
-                f"the output of an image of {width}x{height} pixels must be contiguous {self.dtype} {shape} on "
+                f"the output of {what} of {width}x{height} pixels must be contiguous {self.dtype} {shape} on "
                 f"{self.device}, got {out.dtype} {tuple(out.shape)} on {out.device}"
             )
         return grid
 
-    def _patches(self, images: Sequence[Pixels], grids: Sequence[Grid]) -> torch.Tensor:
+    def _patches(self, items: Sequence[Pixels], grids: Sequence[Grid]) -> torch.Tensor:
         patch = self.config.patch_size
         lengths = [num_patches(grid) for grid in grids]
         rows = np.empty((sum(lengths), 3, patch, patch), np.uint8)
         start = 0
-        for image, length in zip(images, lengths, strict=True):
-            preprocess(image, self.processor, rows[start : start + length])
+        for item, length in zip(items, lengths, strict=True):
+            preprocess(item, self.processor, rows[start : start + length])
             start += length
         return torch.from_numpy(rows).to(self.device, non_blocking=True)
 
@@ -131,3 +165,11 @@ def all_finite(outs: Sequence[torch.Tensor]) -> list[bool]:
     extremes = torch.stack([torch.stack(out.aminmax()) for out in outs])
     flags: list[bool] = extremes.isfinite().all(dim=1).tolist()
     return flags
+
+
+def _check_frames(config: EncoderConfig, processor: ProcessorConfig) -> None:
+    if processor.frames_per_chunk > config.pos_time:
+        raise CheckpointError(
+            f"frames_per_chunk is {processor.frames_per_chunk} in the processor, but the model has positions for "
+            f"{config.pos_time} frames (pos_time)"
+        )

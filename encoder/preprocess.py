@@ -17,31 +17,49 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
+"""RGB: an image `[height, width, 3]`, or a video chunk `[frames, height, width, 3]`."""
 
 
-def preprocess(image: Pixels, processor: ProcessorConfig, out: Pixels | None = None) -> tuple[Pixels, Grid]:
-    """Return an image's patch rows, uint8 `[h * w, 3, patch, patch]` in raster order, and its grid.
+def preprocess(pixels: Pixels, processor: ProcessorConfig, out: Pixels | None = None) -> tuple[Pixels, Grid]:
+    """Return an item's patch rows, uint8 `[t * h * w, 3, patch, patch]`, and its grid.
 
-    `image` is uint8 `[height, width, 3]`, RGB, only read. Given `out` of the rows' shape and C-contiguous, the rows
-    are written there and it is returned; otherwise the caller owns a new array. Raises `ImageError` if the image or
-    `out` has another dtype or shape.
+    `pixels` is an image or a chunk, uint8 of any memory layout, only read. Rows are in raster order, frame after
+    frame; each frame is resized and padded by itself. Given `out` of the rows' shape and C-contiguous, the rows are
+    written there and it is returned; otherwise the caller owns a new array. Raises `ImageError` if the pixels or
+    `out` have another dtype or shape, or a chunk has too many frames.
     """
-    width, height = image_size(image)
-    grid = grid_thw(width, height, processor)
+    grid = pixels_grid(pixels, processor)
     patch = processor.patch_size
     shape = (num_patches(grid), 3, patch, patch)
     rows = np.empty(shape, np.uint8) if out is None else out
     if rows.shape != shape or rows.dtype != np.uint8 or not rows.flags.c_contiguous:
         raise ImageError(f"out must be C-contiguous uint8 of shape {shape}, got {rows.dtype} {rows.shape}")
-    _patchify(resize(image, *resized_size(width, height, processor)), rows, grid, patch)
+    width, height, num_frames = pixels_size(pixels)
+    size = resized_size(width, height, processor, num_frames)
+    frames = pixels if num_frames else pixels[None]
+    for frame, tiles in zip(frames, rows.reshape(*grid, 3, patch, patch), strict=True):
+        _patchify(resize(frame, *size), tiles)
     return rows, grid
 
 
-def image_size(image: Pixels) -> tuple[int, int]:
-    """Return an image's width and height in pixels. Raises `ImageError` unless it is uint8 `[height, width, 3]`."""
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-        raise ImageError(f"an image must be uint8 of shape [height, width, 3], got {image.dtype} {image.shape}")
-    return image.shape[1], image.shape[0]
+def pixels_grid(pixels: Pixels, processor: ProcessorConfig) -> Grid:
+    """Return an item's patches in time, height and width. Raises `ImageError` as `preprocess` does."""
+    width, height, num_frames = pixels_size(pixels)
+    return grid_thw(width, height, processor, num_frames)
+
+
+def pixels_size(pixels: Pixels) -> tuple[int, int, int]:
+    """Return an item's width and height in pixels and its number of frames, 0 for an image.
+
+    Raises `ImageError` unless it is uint8 `[height, width, 3]`, or `[frames, height, width, 3]` with a frame.
+    """
+    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4) or pixels.shape[-1] != 3 or not len(pixels):
+        raise ImageError(
+            "an item must be uint8 of shape [height, width, 3], or [frames, height, width, 3] with one frame or more, "
+            f"got {pixels.dtype} {pixels.shape}"
+        )
+    height, width = pixels.shape[-3:-1]
+    return width, height, pixels.shape[0] if pixels.ndim == 4 else 0
 
 
 def resize(image: Pixels, width: int, height: int) -> Pixels:
@@ -71,11 +89,11 @@ def _resize_side(picture: "Image", width: int, height: int) -> "Image":
     return picture.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def _patchify(image: Pixels, rows: Pixels, grid: Grid, patch: int) -> None:
-    _, grid_height, grid_width = grid
-    tiles = rows.reshape(grid_height, grid_width, 3, patch, patch)
-    padded = _pad(image, grid_height * patch, grid_width * patch)
-    tiles[...] = padded.reshape(grid_height, patch, grid_width, patch, 3).transpose(0, 2, 4, 1, 3)
+def _patchify(image: Pixels, tiles: Pixels) -> None:
+    """Cut an image, padded right and bottom, into `tiles`: `[rows, columns, 3, patch, patch]`."""
+    rows, columns, _, patch, _ = tiles.shape
+    padded = _pad(image, rows * patch, columns * patch)
+    tiles[...] = padded.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)
 
 
 def _pad(image: Pixels, height: int, width: int) -> Pixels:

@@ -14,12 +14,16 @@ from typing import Any, Literal, Self, cast
 
 from mmcache.core import ClientCore, PendingEncode
 from mmcache.errors import (
+    CheckpointError,
     ClientClosed,
+    ConfigError,
     ConnectionLost,
     EncodeError,
     ItemError,
+    MMCacheError,
     ProtocolError,
     RequestTimeout,
+    SidecarError,
     SidecarUnavailable,
 )
 from mmcache.keys import ContentKey, Fingerprint
@@ -41,8 +45,11 @@ SPIN_S = 300e-6
 SERVER_MARGIN_S = 0.25
 """The sidecar is told to give up this much before the client does, so that its error says more than a timeout."""
 
+RELOAD_ERRORS: dict[str, type[MMCacheError]] = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
+
 Item = Any
-"""bytes, a path (str or Path), a PIL image, or a uint8 numpy array or torch tensor of shape H×W×3."""
+"""bytes, a path (str or Path), a PIL image, or a uint8 numpy array or CPU tensor of any memory layout: H×W×3 (RGB), H×W
+(gray: the same in each channel) or T×H×W×3 (a video chunk, of up to 4 frames for Kimi-K2.5)."""
 
 
 def connect(
@@ -100,18 +107,22 @@ class Client:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What decides an embedding besides its content: weights, config, processor settings, dtype, numerics."""
-        return Fingerprint.from_hex(self._core.welcome.fingerprint)
+        """What decides an embedding besides its content: weights, config, processor settings, dtype, numerics.
+
+        As the sidecar said last: of another client's reload this one hears with its next call. What an embedding in
+        hand is of, its lease says.
+        """
+        return Fingerprint.from_hex(self._core.served.fingerprint)
 
     @property
     def dim(self) -> int:
         """Width of an embedding row."""
-        return self._core.welcome.dim
+        return self._core.served.dim
 
     @property
     def dtype(self) -> str:
         """Of the embeddings: "float32" or "bfloat16"."""
-        return self._core.welcome.dtype
+        return self._core.served.dtype
 
     def key(self, item: Item) -> ContentKey:
         """The content key of one item. No round trip. Raises the ItemError of a bad item."""
@@ -124,7 +135,9 @@ class Client:
         One round trip if the sidecar has everything in its pool, two if it asks for bytes.
 
         Args:
-            items: each `bytes`, a path, a PIL image, or a uint8 H×W×3 numpy array or CPU tensor.
+            items: each `bytes`, a path, a PIL image, or a uint8 numpy array or CPU tensor, H×W×3, H×W or, for a video
+                chunk, T×H×W×3. A chunk has one embedding, with the tokens of one frame; `max_pixels` bounds its frames
+                together. Arrays have keys of their own for each shape, so a chunk of one frame is not that frame.
             errors: "raise" throws one `EncodeError` once the rest is done, with leases and errors in `.results`;
                 "return" puts the exception objects in place.
 
@@ -134,8 +147,9 @@ class Client:
         """
         if errors not in ("raise", "return"):
             raise ValueError(f'errors must be "raise" or "return", got {errors!r}')
-        if isinstance(items, str | bytes | bytearray | os.PathLike) or getattr(items, "ndim", 0) == 3:
-            raise TypeError(f"items must be a list of items; for one {type(items).__name__} give [item]")
+        if _is_one_item(items):
+            what = type(items).__name__
+            raise TypeError(f"items must be a list of items; for one {what} give [item], for a batch list(batch)")
         items = list(items)
         results: list[Lease | ItemError | None] = [None] * len(items)
         with self._call() as deadline:
@@ -153,6 +167,30 @@ class Client:
             self._core.ask_stats()
             self._exchange(lambda: self._core.stats_reply is not None, deadline)
             return cast("dict[str, Any]", json.loads(self._core.stats_reply or b"{}"))
+
+    def reload(self, model: str | os.PathLike[str] | None = None) -> Fingerprint:
+        """Serve new weights, without losing a request; returns their fingerprint.
+
+        The ranks load them beside the old ones, which are served until then: each has both in memory for a while. After
+        the call every embedding is of the new weights. Entries of the old ones are no longer found; leases on them stay
+        valid. With the same weights nothing changes. dtype and settings stay as the sidecar was started. A call that
+        times out leaves the reload going on.
+
+        Args:
+            model: a preset or a checkpoint folder; by default the one that is served, read anew.
+
+        Raises:
+            ConfigError, CheckpointError, SidecarError: why it cannot be served; all is as it was before.
+            RequestTimeout, ConnectionLost, ClientClosed: the call failed.
+        """
+        name = os.fspath(model) if model is not None else ""
+        with self._call() as deadline:
+            self._core.ask_reload(name, os.path.abspath(os.path.expanduser(name)) if name else "")
+            self._exchange(lambda: self._core.reload_reply is not None, deadline)
+            reply = self._core.reload_reply
+        if reply is not None and reply.error:
+            raise RELOAD_ERRORS.get(reply.error, SidecarError)(reply.reason)
+        return self.fingerprint
 
     def close(self) -> None:
         """Acknowledge every lease but held ones, and close the connection. Twice is harmless.
@@ -291,6 +329,15 @@ class Client:
             raise RequestTimeout(f"{self._path} did not answer the handshake in time") from None
         except ConnectionLost as error:
             raise SidecarUnavailable(f"{self._path} closed the connection: {error}") from error
+
+
+def _is_one_item(items: Any) -> bool:
+    """Whether what should be a list is an item, or pixels that could be one item or several."""
+    if isinstance(items, str | bytes | bytearray | memoryview | os.PathLike) or not hasattr(items, "__iter__"):
+        return True
+    num_axes = getattr(items, "ndim", 1)
+    holds_numbers = hasattr(items, "dtype") and getattr(items.dtype, "kind", "u") in "biufc"
+    return num_axes != 1 or holds_numbers
 
 
 def _connected(path: Path, deadline: float) -> socket.socket:

@@ -23,7 +23,7 @@ from mmcache.errors import (
     UnreadableItem,
 )
 from mmcache.keys import KeyHasher
-from mmcache.lease import Lease
+from mmcache.lease import Lease, Served
 from mmcache.parts import Part
 from mmcache.protocol import (
     ACKNOWLEDGEMENT,
@@ -39,10 +39,13 @@ from mmcache.protocol import (
     Frame,
     Hello,
     Kind,
+    ModelChanged,
     OutgoingFrame,
     PoolAdded,
     PoolGone,
     Refused,
+    Reload,
+    Reloaded,
     StatsRequest,
     Supply,
     Unsettled,
@@ -88,6 +91,8 @@ class ClientCore:
         live: tokens (slot and generation in one number) of shares that are not acknowledged; of them
         held: those that only the death of their memory acknowledges.
         stats_reply: the last reply to `ask_stats`, or None.
+        reload_reply: the reply to the last `ask_reload`, or None.
+        served: the model that is served, as far as was heard.
     """
 
     def __init__(self, welcome: Welcome, control_fd: int, namespace: str) -> None:
@@ -98,7 +103,9 @@ class ClientCore:
         self.outbox: deque[OutgoingFrame] = deque()
         self.stats_reply: bytes | None = None
         self._num_stats_due = 0
-        self._dtype = welcome.dtype
+        self.reload_reply: Reloaded | None = None
+        self._last_reload = 0
+        self.served = Served(welcome.fingerprint, welcome.dtype, welcome.dim)
         self._getpid = os.getpid  # also there when the interpreter goes down
         self._pid = os.getpid()
         self._pools: dict[int, ReadOnlyRegion] = {}
@@ -164,6 +171,12 @@ class ClientCore:
         self._num_stats_due += 1
         self.outbox.append(pack_frame(Kind.STATS, StatsRequest()))
 
+    def ask_reload(self, model: str, folder: str) -> None:
+        """Ask for new weights; see `Reload`."""
+        self.reload_reply = None
+        self._last_reload += 1
+        self.outbox.append(pack_frame(Kind.RELOAD, Reload(reload_id=self._last_reload, model=model, folder=folder)))
+
     def receive(self, frame: Frame) -> None:
         """Take a frame in.
 
@@ -186,6 +199,12 @@ class ClientCore:
         elif frame.kind == Kind.STATS_REPLY:
             self._num_stats_due -= 1  # an earlier call may have given up before its answer came
             self.stats_reply = frame.body if self._num_stats_due == 0 else None
+        elif frame.kind == Kind.MODEL_CHANGED:
+            changed = parse(ModelChanged, frame)
+            self.served = Served(changed.fingerprint, changed.dtype, changed.dim)
+        elif frame.kind == Kind.RELOADED:
+            reloaded = parse(Reloaded, frame)  # an earlier call may have given up before its answer came
+            self.reload_reply = reloaded if reloaded.reload_id == self._last_reload else None
         else:
             raise ProtocolError(f"frame of kind {frame.kind} does not belong here")
 
@@ -240,11 +259,11 @@ class ClientCore:
             self._pending.pop(request_id, None)
 
     def _on_grants(self, pending: PendingEncode, grants: bytes) -> None:
-        keys, results, pools, add, dtype = pending.keys, pending.results, self._pools, self.live.add, self._dtype
+        keys, results, pools, add, served = pending.keys, pending.results, self._pools, self.live.add, self.served
         for record in GRANT.iter_unpack(grants):
             position, slot, generation, _, pool_id, *_ = record
             token = slot << 32 | generation
-            results[position] = Lease(self, token, keys[position], pools[pool_id], dtype, record)
+            results[position] = Lease(self, token, keys[position], pools[pool_id], served, record)
             add(token)
         pending.num_open -= len(grants) // GRANT.size
 

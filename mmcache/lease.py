@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from mmcache.errors import LeaseReleased
-from mmcache.keys import ContentKey
+from mmcache.keys import ContentKey, Fingerprint
 from mmcache.protocol import ORIGINS, Grant
 
 if TYPE_CHECKING:
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
     from ipc.memory_shm import ReadOnlyRegion
     from mmcache.core import ClientCore
+
+
+class Served(NamedTuple):
+    """The model that grants are of: what the sidecar said last."""
+
+    fingerprint: str
+    dtype: str
+    dim: int
 
 
 class Share:
@@ -41,18 +49,18 @@ class Lease:
 
     Attributes:
         key: content key of the item; `str()` is 32 hex digits.
-        dtype: "float32" or "bfloat16".
     """
 
-    __slots__ = ("_core", "_held", "_record", "_region", "_share", "_token", "dtype", "key")
+    __slots__ = ("_core", "_held", "_record", "_region", "_served", "_share", "_token", "key")
 
     def __init__(
-        self, core: ClientCore, token: int, key: ContentKey, region: ReadOnlyRegion, dtype: str, record: tuple[int, ...]
-    ) -> None:
+        self, core: ClientCore, token: int, key: ContentKey, region: ReadOnlyRegion, served: Served,
+        record: tuple[int, ...],
+    ) -> None:  # fmt: skip
         self._core: ClientCore | None = core
         self._token = token
         self.key = key
-        self.dtype = dtype
+        self._served = served
         self._region = region
         self._record = record  # a `Grant` when it is looked at: most leases are asked for little, and there are many
         self._share: Share | None = None  # made with the first view
@@ -61,6 +69,16 @@ class Lease:
     @property
     def _grant(self) -> Grant:
         return Grant._make(self._record)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of the model that the embedding is of; another one than the client's after a reload."""
+        return Fingerprint.from_hex(self._served.fingerprint)
+
+    @property
+    def dtype(self) -> str:
+        """Of the embedding: "float32" or "bfloat16"."""
+        return self._served.dtype
 
     @property
     def num_tokens(self) -> int:

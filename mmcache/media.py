@@ -1,15 +1,17 @@
 """What an item is, as the client describes it. The decoder's half, which turns it into pixels, is server/pixels.py.
 
-An item travels as (kind, header, raw): `kind` is `image` (an encoded file, empty header), `array` (uint8 H×W×3) or
-`pil` (a PIL image); `header` is canonical JSON of everything besides the raw bytes that decides the pixels. The content
-key covers all three.
+An item travels as (kind, header, raw): `kind` is `image` (an encoded file, empty header), `array` (uint8 H×W×3, H×W
+or T×H×W×3, in C order whatever the user's layout was) or `pil` (a PIL image); `header` is canonical JSON of everything
+besides the raw bytes that decides the pixels. The content key covers all three.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+import struct
 import sys
+import zlib
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,8 +25,34 @@ if TYPE_CHECKING:
 IMAGE, ARRAY, PIL = "image", "array", "pil"
 
 ALPHA_MODES = frozenset({"LA", "La", "PA", "RGBA", "RGBa"})
-OPAQUE_MODES = frozenset({"1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV"})
+OPAQUE_MODES = frozenset({"1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"})
+DEEP_MODES = frozenset({"I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
+"""Refused. The reference cuts their values off at 255, which turns a picture white, and their range is not known."""
 
+BYTES_A_PIXEL = {"L": 1, "P": 1, "LA": 2, "La": 2, "PA": 2, "RGB": 3, "YCbCr": 3, "HSV": 3, "LAB": 3}
+"""In a PIL image's raw bytes, by mode; 4 for the other modes, and a bit for mode 1, its rows in whole bytes."""
+
+DAMAGE = (
+    OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, ArithmeticError, RuntimeError, MemoryError,
+    struct.error, zlib.error,
+)  # fmt: skip
+"""What Pillow raises on damaged files. Anything else ends the decoder, which costs this item alone."""
+
+
+ANY = -1
+SHAPE_HINTS = (
+    (1, 0, ANY, "for an encoded file give its bytes"),
+    (3, 0, 3, "this may be 3×H×W: {move}(x, 0, -1)"),
+    (3, 2, 4, "this may be RGBA: Image.fromarray({array}) is composited on white"),
+    (3, 2, 1, "this may be gray: x[..., 0]"),
+    (3, 0, 1, "this may be gray: x[0]"),
+    (3, 0, ANY, "for gray frames: x[..., None][..., [0, 0, 0]]"),
+    (4, 1, 3, "this may be T×3×H×W: {move}(x, 1, -1)"),
+    (4, 0, 3, "this may be 3×T×H×W: {move}(x, 0, -1)"),
+    (4, 3, 4, "this may be RGBA: x[..., :3] drops the transparency"),
+    (4, 3, 1, "this may be gray: x[..., [0, 0, 0]]"),
+)
+"""What an array of a wrong shape may be, and how it becomes an item: axes, one of them and its length, hint."""
 
 Side = Annotated[int, Field(ge=1, lt=1 << 31)]
 
@@ -42,10 +70,10 @@ class _Header(BaseModel):
 
 
 class ArrayHeader(_Header):
-    """Header of an `array`."""
+    """Header of an `array`: an RGB picture, a gray one, or a video chunk of RGB frames."""
 
     dtype: Literal["uint8"] = "uint8"
-    shape: tuple[Side, Side, Literal[3]]
+    shape: tuple[Side, Side, Literal[3]] | tuple[Side, Side] | tuple[Side, Side, Side, Literal[3]]
 
 
 class PilHeader(_Header):
@@ -69,7 +97,10 @@ class Media(NamedTuple):
 
 
 def describe(item: object, index: int, max_bytes: int) -> Media:
-    """Describe one item: `bytes`, a path, a PIL image, or a uint8 array or tensor of shape H×W×3. Reads paths.
+    """Describe one item: `bytes`, a path, a PIL image, or a uint8 array or CPU tensor. Reads paths.
+
+    Arrays and tensors may have any memory layout and are H×W×3 (RGB), H×W (gray) or T×H×W×3 (a video chunk). The number
+    of axes and a last one of 3 decide, nothing else: 3×5×3 is a picture three pixels high.
 
     Raises:
         UnreadableItem, UnsupportedItem, UnsupportedMode, UndecodableImage, ImageTooLarge: with `index` and the source.
@@ -79,7 +110,7 @@ def describe(item: object, index: int, max_bytes: int) -> Media:
     if isinstance(item, str | os.PathLike):
         return _described_path(item, index, max_bytes)
     if isinstance(item, np.ndarray):
-        return _described_array(item, "array", index, max_bytes)
+        return _described_array(item, index, max_bytes)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(item, torch.Tensor):
         return _described_tensor(item, index, max_bytes)
@@ -87,7 +118,8 @@ def describe(item: object, index: int, max_bytes: int) -> Media:
     if pil is not None and isinstance(item, pil.Image):
         return _described_pil(item, index, max_bytes)
     raise UnsupportedItem(
-        f"{type(item).__name__} is not an item: give bytes, a path, a PIL image, or a uint8 H×W×3 array or tensor",
+        f"{type(item).__name__} is not an item: give bytes, a path, a PIL image, or a uint8 array or tensor, "
+        "H×W×3, H×W or T×H×W×3",
         index=index,
     )
 
@@ -127,66 +159,114 @@ def _described_path(item: str | os.PathLike[str], index: int, max_bytes: int) ->
     return Media(IMAGE, b"", raw, len(raw), source)
 
 
-def _described_array(array: np.ndarray[Any, Any], what: str, index: int, max_bytes: int) -> Media:
-    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
-        raise _wrong_array(array, what, index)
-    height, width, _ = array.shape
-    source = f"{what} {height}×{width}×3"
-    _bounded(array.nbytes, index, source, max_bytes)
-    header = b'{"dtype":"uint8","shape":[%d,%d,3]}' % (height, width)  # as ArrayHeader.canonical() has it
+def _described_array(array: np.ndarray[Any, Any], index: int, max_bytes: int) -> Media:
+    source = _checked_array(array.shape, array.dtype.name, "array", index)
+    if isinstance(array, np.ma.MaskedArray):
+        raise UnsupportedItem("a masked array has no pixels where its mask is; x.filled(0)", index=index, source=source)
+    return _media_of_array(array, source, index, max_bytes)
+
+
+def _described_tensor(tensor: Any, index: int, max_bytes: int) -> Media:
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
+        source = f"tensor on {tensor.device}"
+        raise UnsupportedItem("tensors must be dense and on the CPU; call .cpu() first", index=index, source=source)
+    source = _checked_array(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), "tensor", index)
+    _bounded(tensor.numel(), index, source, max_bytes)
+    try:
+        array = tensor.numpy(force=True)  # else a negated view is refused
+    except (RuntimeError, TypeError) as error:
+        raise UnsupportedItem(f"its memory cannot be read: {error}", index=index, source=source) from error
+    return _media_of_array(array, source, index, max_bytes)
+
+
+def _media_of_array(array: np.ndarray[Any, Any], source: str, index: int, max_bytes: int) -> Media:
+    _bounded(array.nbytes, index, source, max_bytes)  # before a broadcast view is written out
+    shape = ",".join(map(str, array.shape))
+    header = f'{{"dtype":"uint8","shape":[{shape}]}}'.encode()  # as ArrayHeader.canonical() has it
     contiguous = np.ascontiguousarray(array)
     return Media(ARRAY, header, contiguous.data.cast("B"), contiguous.nbytes, source)
 
 
-def _wrong_array(array: np.ndarray[Any, Any], what: str, index: int) -> UnsupportedItem:
-    source = f"{what} {'×'.join(map(str, array.shape)) or '()'} {array.dtype}"
-    if array.dtype != np.uint8:
-        reason = "pixels must be uint8, 0 to 255; convert floats of 0 to 1 by (x * 255).round().astype('uint8')"
-        return UnsupportedItem(reason, index=index, source=source)
-    chw = array.ndim == 3 and array.shape[0] == 3
-    hint = ": this looks like 3×H×W, move the channels last" if chw else ""
-    return UnsupportedItem(f"pixels must have the shape H×W×3{hint}", index=index, source=source)
+def _checked_array(shape: tuple[int, ...], dtype: str, what: str, index: int) -> str:
+    """Return what errors call it. Raises UnsupportedItem unless it is pixels; how to convert is said, not guessed."""
+    source = f"{what} {'×'.join(map(str, shape)) or 'without axes'}"
+    num_axes, is_tensor = len(shape), what == "tensor"
+    if dtype != "uint8":
+        cast = ".to(torch.uint8)" if is_tensor else ".astype('uint8')"
+        reason = f"pixels must be uint8, 0 to 255, not {dtype}; {_dtype_hint(dtype, cast)}"
+        raise UnsupportedItem(reason, index=index, source=f"{source} {dtype}")
+    if 0 in shape or not (num_axes == 2 or (num_axes in (3, 4) and shape[-1] == 3)):
+        hint = _shape_hint(shape, "torch.movedim" if is_tensor else "np.moveaxis", "x.numpy()" if is_tensor else "x")
+        reason = f"pixels must have the shape H×W×3, H×W (gray) or T×H×W×3 (a video chunk); {hint}"
+        raise UnsupportedItem(reason, index=index, source=source)
+    return source
 
 
-def _described_tensor(tensor: Any, index: int, max_bytes: int) -> Media:
-    if tensor.device.type != "cpu" or tensor.layout != sys.modules["torch"].strided:
-        source = f"tensor on {tensor.device}"
-        raise UnsupportedItem("tensors must be dense and on the CPU; call .cpu() first", index=index, source=source)
-    if tensor.dtype != sys.modules["torch"].uint8:
-        source = f"tensor {'×'.join(map(str, tensor.shape))} {tensor.dtype}"
-        raise UnsupportedItem(
-            "pixels must be uint8, 0 to 255; convert floats of 0 to 1 by (x * 255).round().to(torch.uint8)",
-            index=index,
-            source=source,
-        )
-    return _described_array(tensor.numpy(), "tensor", index, max_bytes)
+def _dtype_hint(dtype: str, cast: str) -> str:
+    if dtype == "bool":
+        return f"for black and white: x{cast} * 255"
+    if "float" in dtype:
+        return f"for values of 0 to 1: (x * 255).round(){cast}"
+    if "int" in dtype:
+        return f"for values of 0 to 255: x{cast}" + f", for all 16 bits: (x >> 8){cast}" * dtype.endswith("16")
+    return "convert it to values of 0 to 255 first"
+
+
+def _shape_hint(shape: tuple[int, ...], move: str, array: str) -> str:
+    if 0 in shape:
+        return "this has no pixels"
+    fits = (hint for num_axes, axis, side, hint in SHAPE_HINTS if len(shape) == num_axes and side in (shape[axis], ANY))
+    return next(fits, "each picture or chunk is an item of its own").format(move=move, array=array)
 
 
 def _described_pil(image: Image.Image, index: int, max_bytes: int) -> Media:
+    """As it stands: an EXIF orientation among its `info` is no part of it, as for the reference's processor."""
     source = f"PIL image {image.width}×{image.height} {image.mode}"
     check_mode(image.mode, index, source)
+    _bounded(pil_nbytes(image.mode, image.size), index, source, max_bytes)
     try:
+        image.load()
+        check_mode(image.mode, index, source)
         raw = image.tobytes()
-    except (OSError, SyntaxError, ValueError) as error:
+    except DAMAGE as error:
         raise UndecodableImage(f"Pillow cannot load it: {error}", index=index, source=source) from error
     _bounded(len(raw), index, source, max_bytes)
+    return Media(PIL, _pil_header(image, index, source).canonical(), raw, len(raw), source)
+
+
+def _pil_header(image: Image.Image, index: int, source: str) -> PilHeader:
     mode, palette = None, None
     if image.mode in ("P", "PA") and image.palette is not None:
         mode = image.palette.mode
         palette = bytes(image.getpalette(mode) or ())
     try:
-        header = PilHeader(
+        return PilHeader(
             mode=image.mode, size=image.size, palette_mode=mode, palette=palette,
             transparency=image.info.get("transparency"),
         )  # fmt: skip
     except ValidationError as error:
         field = error.errors()[0]["loc"][0]
         raise UnsupportedItem(f"its {field} is not one that Pillow gives", index=index, source=source) from error
-    return Media(PIL, header.canonical(), raw, len(raw), source)
+
+
+def pil_nbytes(mode: str, size: tuple[int, int]) -> int:
+    """Raw bytes of a PIL image of a known mode."""
+    width, height = size
+    row = -(-width // 8) if mode == "1" else width * BYTES_A_PIXEL.get(mode, 4)
+    return row * height
 
 
 def check_mode(mode: str, index: int | None = None, source: str = "") -> None:
-    """Refuse a PIL mode that has no defined conversion to RGB."""
+    """Refuse a PIL mode that has no defined conversion to RGB.
+
+    Raises:
+        UnsupportedMode: names the mode, and says what to do about one of more than 8 bits a value.
+    """
+    if mode in DEEP_MODES:
+        hint = "scale its values to 8 bits first: Image.fromarray((numpy.asarray(image) >> 8).astype('uint8')) for 16"
+        reason = f"mode {mode!r} holds more than 8 bits a value, in a range that is not known; {hint}"
+        raise UnsupportedMode(reason, index=index, source=source)
     if mode not in ALPHA_MODES and mode not in OPAQUE_MODES:
         known = ", ".join(sorted(ALPHA_MODES | OPAQUE_MODES))
         raise UnsupportedMode(

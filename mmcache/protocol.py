@@ -85,6 +85,9 @@ class Kind(IntEnum):
     STATS = 11
     STATS_REPLY = 12
     BYE = 13
+    RELOAD = 14
+    RELOADED = 15
+    MODEL_CHANGED = 16
 
     START_RANK = 32
     RANK_READY = 33
@@ -102,6 +105,10 @@ class Kind(IntEnum):
     DECODER_READY = 45
     COMPARE = 46
     COMPARED = 47
+    LOAD = 48
+    LOADED = 49
+    SWAP = 50
+    UNLOAD = 51
 
 
 class Message(BaseModel):
@@ -206,6 +213,34 @@ class Acknowledge(Message):
 
 class Bye(Message):
     """The client closes. Body: records of the shares it goes on holding; others have ended, those on their way too."""
+
+
+class Reload(Message):
+    """Load weights anew and serve them from then on; answered by `Reloaded`, after `ModelChanged` if it did change.
+
+    `model`: a preset or a folder, empty for the model that is served; `folder`: the same as an absolute path.
+    """
+
+    reload_id: Uint32
+    model: Annotated[str, Field(max_length=4096)] = ""
+    folder: Annotated[str, Field(max_length=4096)] = ""
+
+
+class Reloaded(Message):
+    """The model is served, or the error why all is as before."""
+
+    reload_id: Uint32
+    error: str = ""
+    reason: str = ""
+
+
+class ModelChanged(Message):
+    """What `Welcome` said of the model is over: grants in the frames after this one are of the new one."""
+
+    fingerprint: str
+    model: str
+    dtype: str
+    dim: int
 
 
 class StatsRequest(Message):

@@ -17,6 +17,10 @@ class RankLostError(Exception):
     """The rank died with the work in its hands; what it wrote is gone with its pool."""
 
 
+class RecalledError(Exception):
+    """The model changed before the work began: nobody writes its extent, which may be of the wrong size now."""
+
+
 @dataclass(slots=True, eq=False)
 class EncodeJob:
     """One item on its way through a rank. `done` gives the seconds that the encode took."""
@@ -41,6 +45,7 @@ class Batcher:
         self._queue: deque[EncodeJob] = deque()
         self._running: list[EncodeJob] = []
         self._last_batch = 0
+        self._paused: asyncio.Future[None] | None = None
         self.queued_s = 0.0
         self.num_batches = 0
 
@@ -50,7 +55,7 @@ class Batcher:
     def submit(self, job: EncodeJob) -> asyncio.Future[float]:
         """Queue a job.
 
-        The future raises `NonFiniteEmbedding`, `EncodeFailed` (the batch failed) or `RankLostError`.
+        The future raises `NonFiniteEmbedding`, `EncodeFailed` (the batch failed), `RankLostError` or `RecalledError`.
         """
         self._queue.append(job)
         self.queued_s += job.cost_s
@@ -72,6 +77,25 @@ class Batcher:
                 job.done.set_result(result.seconds * job.cost_s / total_s)
         self._pump()
 
+    async def pause(self) -> None:
+        """Begin no batch until `resume`; returns when none is in flight any more."""
+        self._paused = asyncio.get_running_loop().create_future()
+        self._pump()
+        await self._paused
+
+    def resume(self) -> None:
+        """Begin batches again."""
+        self._paused = None
+        self._pump()
+
+    def recall(self) -> None:
+        """Every job that is queued ends with `RecalledError`."""
+        jobs = list(self._queue)
+        self._queue.clear()
+        for job in jobs:
+            self.queued_s -= job.cost_s
+            job.done.set_exception(RecalledError())
+
     def lose(self) -> None:
         """The rank died: every job ends with `RankLostError`."""
         jobs = [*self._running, *self._queue]
@@ -79,8 +103,13 @@ class Batcher:
         self._queue.clear()
         for job in jobs:
             job.done.set_exception(RankLostError())
+        self._pump()
 
     def _pump(self) -> None:
+        if self._paused is not None:
+            if not self._running and not self._paused.done():
+                self._paused.set_result(None)
+            return
         if self._running or not self._queue:
             return
         patches = 0
@@ -95,6 +124,7 @@ class Batcher:
         run = Run(
             batch_id=self._last_batch,
             sources=[job.pixels.part.offset for job in batch],
+            num_frames=[job.pixels.num_frames for job in batch],
             heights=[job.pixels.height for job in batch],
             widths=[job.pixels.width for job in batch],
             extents=[job.extent.offset for job in batch],

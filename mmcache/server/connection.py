@@ -25,10 +25,12 @@ from mmcache.protocol import (
     Frame,
     Hello,
     Kind,
+    ModelChanged,
     OutgoingFrame,
     PoolAdded,
     PoolGone,
     Refused,
+    Reload,
     StatsReply,
     Supply,
     close_all,
@@ -44,7 +46,8 @@ from mmcache.transport import peer_of, same_process, take_descriptors
 
 if TYPE_CHECKING:
     from mmcache.server.coordinator import Coordinator
-    from mmcache.server.ranks import Rank
+    from mmcache.server.facts import ModelFacts
+    from mmcache.server.rank import Rank
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +96,13 @@ class Connection:
         for request in list(self._requests.values()):
             request.flush()
         self.send(pack_frame(Kind.POOL_GONE, PoolGone(pool_id=pool_id)))
+
+    def tell_model(self, facts: ModelFacts) -> None:
+        """Tell the client that another model is served; what it was granted of the one before is sent before."""
+        for request in list(self._requests.values()):
+            request.flush()
+        changed = ModelChanged(fingerprint=str(facts.fingerprint), model=facts.model, dtype=facts.dtype, dim=facts.dim)
+        self.send(pack_frame(Kind.MODEL_CHANGED, changed))
 
     def close_when_idle(self) -> None:
         """Close now, or after the last request in flight."""
@@ -155,6 +165,10 @@ class Connection:
         elif frame.kind == Kind.STATS:
             stats = json.dumps(self._coordinator.snapshot()).encode()
             self.send(pack_frame(Kind.STATS_REPLY, StatsReply(), stats))
+        elif frame.kind == Kind.RELOAD:
+            self._coordinator.reloads.start(
+                parse(Reload, frame), lambda reloaded: self.send(pack_frame(Kind.RELOADED, reloaded))
+            )
         else:
             raise ProtocolError(f"frame of kind {frame.kind} does not belong here")
 

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import functools
 import logging
+import random
 import socket
 from collections.abc import Callable, Sequence
 
 from ipc.errors import ControlExhausted
-from ipc.pool import Extent
+from ipc.pool import Extent, ExtentState
 from mmcache._version import __version__
 from mmcache.config import Settings
 from mmcache.errors import DeadlineExceeded, EncodeFailed, ItemError, PoolExhausted, TooManyLeases
@@ -19,18 +20,24 @@ from mmcache.protocol import GRANT_EXTENT, ORIGINS, PROTOCOL_VERSION, Welcome
 from mmcache.server.channel import Poller
 from mmcache.server.connection import Connection
 from mmcache.server.decoders import Decoders
+from mmcache.server.facts import ModelFacts
 from mmcache.server.ingest import Ingest
 from mmcache.server.misses import MissPath
-from mmcache.server.ranks import ModelFacts, Rank, Ranks
+from mmcache.server.rank import Rank
+from mmcache.server.ranks import Ranks
+from mmcache.server.reload import Reloads
 from mmcache.server.requests import Flight, Request
 from mmcache.server.stats import Stats, snapshot
+from mmcache.server.verify import Verifier
 from mmcache.tiers.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
-POOL = ORIGINS.index("pool")
+POOL, STORE = ORIGINS.index("pool"), ORIGINS.index("store")
 SWEEP_INTERVAL_S = 0.25
 STORE_CLOSE_TIMEOUT_S = 5.0
+DISCARDS_A_TURN = 256
+"""Extents of a replaced model that one turn of the loop gives up."""
 
 
 class Coordinator:
@@ -43,7 +50,9 @@ class Coordinator:
         self.stats = Stats()
         self.store = store
         self.ingest = ingest
-        self.decoders = Decoders(self.poller, ingest, seed, settings.max_pixels, settings.decode_timeout_s)
+        self.decoders = Decoders(
+            self.poller, ingest, seed, settings.max_pixels, settings.orientation, settings.decode_timeout_s
+        )
         self.ranks = Ranks(self.poller, settings, ingest, self._pool_added, self._pool_lost, self._evicted)
         self.connections: set[Connection] = set()
         self.retired: list[Rank] = []
@@ -55,6 +64,8 @@ class Coordinator:
         self._ranks_by_pool: dict[int, Rank] = {}
         self._flights: dict[bytes, Flight] = {}
         self._misses = MissPath(self)
+        self.verifier = Verifier(self, settings.verify_sample, random.Random(seed))  # noqa: S311  # no secret
+        self.reloads = Reloads(self)
         self._a_close = asyncio.Event()
 
     @property
@@ -84,6 +95,30 @@ class Coordinator:
             model=self.facts.model, dtype=self.facts.dtype, dim=self.facts.dim,
             control_words=self.settings.control_words, max_item_bytes=self.settings.max_item_bytes,
         )  # fmt: skip
+
+    def adopt(self, facts: ModelFacts) -> None:
+        """The ranks have this model from now on: nothing of another one is found any more, and every client is told.
+
+        Leases on embeddings of the one before stay valid.
+        """
+        before, self._facts = self.facts, facts
+        if facts.fingerprint != before.fingerprint:
+            old, self._index = self._index, {}
+            self._discard(list(old.values()))
+        if facts != before:
+            for connection in list(self.connections):
+                if connection.is_open:
+                    connection.tell_model(facts)
+
+    def _discard(self, extents: list[Extent]) -> None:
+        """Free the extents, a bounded number at once: the pool may evict the others meanwhile."""
+        for extent in extents[-DISCARDS_A_TURN:]:
+            rank = self._ranks_by_pool.get(extent.pool_id)
+            if rank is not None and extent.state is ExtentState.CACHED:
+                rank.pool.discard(extent)
+        del extents[-DISCARDS_A_TURN:]
+        if extents:
+            self._loop.call_soon(self._discard, extents)
 
     def closed(self) -> None:
         """A connection's socket was closed."""
@@ -120,6 +155,7 @@ class Coordinator:
             else:
                 send(position, share, extent, POOL)
         self.stats.hit_pool += len(request.keys) - len(misses)
+        self.verifier.pool_hits(request, misses)
         return misses
 
     def _deduplicate(self, request: Request, misses: Sequence[int]) -> list[Flight]:
@@ -148,6 +184,8 @@ class Coordinator:
         waiters, flight.waiters = flight.waiters, {}
         for request, position in waiters:
             self._grant(request, position, extent, origin)
+        if origin == STORE:
+            self.verifier.store_hits(waiters)
 
     def _grant(self, request: Request, position: int, extent: Extent, origin: int) -> None:
         holder = request.holder
@@ -161,6 +199,25 @@ class Coordinator:
                 return
             share = holder.grant(extent)
         request.send_grant(position, share, extent, origin)
+
+    def cached(self, key: bytes) -> Extent | None:
+        """The extent in which a content key is cached."""
+        return self._index.get(key)
+
+    def rank_of(self, extent: Extent) -> Rank | None:
+        """The living rank whose pool an extent is in."""
+        return self._ranks_by_pool.get(extent.pool_id)
+
+    @property
+    def has_time(self) -> bool:
+        """Whether no request waits for a decoder or for room in a pool."""
+        return self.decoders.is_idle and not self._misses.waits_for_room
+
+    def withdraw(self, extent: Extent) -> None:
+        """Serve an embedding no more. Leases on it stay valid."""
+        if (rank := self.rank_of(extent)) is not None and extent.key and self._index.get(extent.key) is extent:
+            del self._index[extent.key]
+            rank.pool.discard(extent)
 
     def end(self, flight: Flight) -> None:
         """A flight is over: the next miss of its key starts a new one."""
@@ -226,6 +283,7 @@ class Coordinator:
     async def drain(self, timeout_s: float) -> None:
         """Finish what is in flight, within the time; then close every connection and end the processes."""
         deadline = self._loop.time() + timeout_s
+        self.verifier.stop()
         for connection in list(self.connections):
             connection.close_when_idle()
         with contextlib.suppress(TimeoutError):
@@ -239,8 +297,10 @@ class Coordinator:
 
     async def stop(self) -> None:
         """End the processes and give the memory back."""
+        self.reloads.cancel()
         await asyncio.gather(self.ranks.stop(2.0), self.decoders.stop(2.0))
         self._misses.cancel()
+        self.verifier.cancel()
         if not await self.store.close(STORE_CLOSE_TIMEOUT_S):
             log.error("the store did not close within %.0f s; a write or read of it hangs", STORE_CLOSE_TIMEOUT_S)
         self.ingest.close()

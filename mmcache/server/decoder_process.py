@@ -27,6 +27,7 @@ class Decoder:
         self._channel = channel
         self._seed = start.seed
         self._max_pixels = start.max_pixels
+        self._orientation = start.orientation
         self._opened: dict[int, OpenedMedia] = {}
 
     def serve(self) -> None:
@@ -51,17 +52,17 @@ class Decoder:
         try:
             if KeyHasher(self._seed, probe.namespace).key(probe.kind, probe.header, raw) != probe.key:
                 raise ContentMismatch("the bytes do not hash to the key that was sent; nothing was cached")
-            opened = OpenedMedia(probe.kind, probe.header, raw, self._max_pixels)
+            opened = OpenedMedia(probe.kind, probe.header, raw, self._max_pixels, self._orientation)
         except ItemError as error:
             return Probed(job_id=probe.job_id, error=type(error).__name__, reason=error.reason)
         self._opened[probe.job_id] = opened
-        return Probed(job_id=probe.job_id, width=opened.width, height=opened.height)
+        return Probed(job_id=probe.job_id, width=opened.width, height=opened.height, num_frames=opened.num_frames)
 
     def _fill(self, fill: Fill) -> Filled:
         opened = self._opened.pop(fill.job_id)
         pixels = self._region.array(fill.offset, opened.nbytes)
         try:
-            opened.fill(pixels.reshape(opened.height, opened.width, 3))
+            opened.fill(pixels.reshape(opened.shape))
         except ItemError as error:
             return Filled(job_id=fill.job_id, error=type(error).__name__, reason=error.reason)
         return Filled(job_id=fill.job_id)

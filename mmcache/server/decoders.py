@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections import deque
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from mmcache.media import ARRAY
 from mmcache.protocol import Frame, Kind, close_all, pack_frame, parse
 from mmcache.server.channel import Poller
 from mmcache.server.children import Child, restart_delay_s
-from mmcache.server.ingest import Ingest, IngestSlice
-from mmcache.server.messages import Drop, Fill, Filled, Probe, Probed, StartDecoder
+from mmcache.server.ingest import Ingest, IngestBusyError, IngestSlice
+from mmcache.server.messages import Drop, Fill, Filled, Probe, Probed, StartDecoder, pixels_shape
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +65,15 @@ class Supplied:
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """Decoded RGB pixels, uint8 `[height, width, 3]`, in the ingest region; the holder frees the slice."""
+    """Decoded RGB pixels, uint8, in the ingest region; the holder frees the slice.
+
+    A picture, `[height, width, 3]`, if `num_frames` is 0; else a video chunk, `[num_frames, height, width, 3]`.
+    """
 
     part: IngestSlice
     height: int
     width: int
+    num_frames: int
 
 
 class _DecoderLostError(Exception):
@@ -81,10 +86,12 @@ class _DecoderLostError(Exception):
 class Decoders:
     """One decoder process, restarted when it dies."""
 
-    def __init__(self, poller: Poller, ingest: Ingest, seed: int, max_pixels: int, timeout_s: float) -> None:
+    def __init__(
+        self, poller: Poller, ingest: Ingest, seed: int, max_pixels: int, orientation: str, timeout_s: float
+    ) -> None:
         self._poller = poller
         self._ingest = ingest
-        self._start = StartDecoder(seed=seed, max_pixels=max_pixels)
+        self._start = StartDecoder(seed=seed, max_pixels=max_pixels, orientation=orientation)
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._slots = asyncio.Semaphore(MAX_JOBS)
@@ -104,17 +111,25 @@ class Decoders:
         """Process ids of the decoders that are alive."""
         return [self._child.pid] if self._child is not None else []
 
-    async def decode(self, item: Supplied, key: bytes) -> Pixels:
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is decoded or waits to be."""
+        return not self._answers and not self._slots.locked()
+
+    async def decode(self, item: Supplied, key: bytes, *, is_urgent: bool = True) -> Pixels:
         """Check an item against its key and decode it. Not to be cancelled: the process may be writing.
+
+        What is not urgent waits for no room.
 
         Raises:
             ItemError: as the decoder says; `ContentMismatch` when the bytes are not those of the key.
+            IngestBusyError: there is no room to spare for what is not urgent.
         """
         num_deaths = 0
         async with self._slots:
             for _ in range(MAX_TRIES):
                 try:
-                    return await self._decode_once(item, key)
+                    return await self._decode_once(item, key, is_urgent)
                 except _DecoderLostError as lost:
                     num_deaths += lost.was_at_work
                     if num_deaths == 2:  # the first may have been somebody else's doing
@@ -145,7 +160,7 @@ class Decoders:
         if self._child is not None:
             await self._child.stop(timeout_s)
 
-    async def _decode_once(self, item: Supplied, key: bytes) -> Pixels:
+    async def _decode_once(self, item: Supplied, key: bytes, is_urgent: bool) -> Pixels:
         await self._up.wait()
         self._last_job += 1
         job_id, child = self._last_job, self._child
@@ -158,8 +173,9 @@ class Decoders:
         probed = await self._answer(job_id)
         assert isinstance(probed, Probed), "a probe is answered by Probed"
         try:
-            part = await self._ingest.reserve(probed.width * probed.height * 3)
-        except ItemError:
+            nbytes = math.prod(pixels_shape(probed.num_frames, probed.height, probed.width))
+            part = await self._ingest.reserve(nbytes) if is_urgent else self._ingest.reserve_spare(nbytes)
+        except (ItemError, IngestBusyError):
             child.send(pack_frame(Kind.DROP, Drop(job_id=job_id)))
             raise
         try:
@@ -170,7 +186,7 @@ class Decoders:
         except (ItemError, _DecoderLostError):
             self._ingest.free(part)
             raise
-        return Pixels(part, probed.height, probed.width)
+        return Pixels(part, probed.height, probed.width, probed.num_frames)
 
     async def _answer(self, job_id: int) -> Probed | Filled:
         future: asyncio.Future[Probed | Filled] = self._loop.create_future()

@@ -10,6 +10,10 @@ from ipc.memory_shm import SharedRegion
 from mmcache.errors import ImageTooLarge
 
 
+class IngestBusyError(Exception):
+    """There is no room that work of low priority may take."""
+
+
 @dataclass(frozen=True, slots=True)
 class IngestSlice:
     """A part of the ingest region that belongs to whoever reserved it until it is freed."""
@@ -43,6 +47,19 @@ class Ingest:
             while (offset := self._allocator.allocate(nbytes)) is None:
                 self._freed.clear()
                 await self._freed.wait()
+        self.bytes_used += nbytes
+        return IngestSlice(offset, nbytes)
+
+    def reserve_spare(self, nbytes: int) -> IngestSlice:
+        """Take room without waiting, if nobody waits for any and half of the region stays free.
+
+        Raises:
+            IngestBusyError: otherwise.
+        """
+        is_spare = not self._turn.locked() and self.bytes_used + nbytes <= self.region.nbytes // 2
+        offset = self._allocator.allocate(nbytes) if is_spare else None
+        if offset is None:
+            raise IngestBusyError
         self.bytes_used += nbytes
         return IngestSlice(offset, nbytes)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from mmcache.protocol import Message
+
+
+def pixels_shape(num_frames: int, height: int, width: int) -> tuple[int, ...]:
+    """Shape of an item's RGB pixels in the ingest region: of a picture (no frames), or of a video chunk."""
+    return (num_frames, height, width, 3) if num_frames else (height, width, 3)
 
 
 class StartDecoder(Message):
@@ -12,6 +17,7 @@ class StartDecoder(Message):
 
     seed: int
     max_pixels: int
+    orientation: str
 
 
 class Probe(Message):
@@ -27,11 +33,12 @@ class Probe(Message):
 
 
 class Probed(Message):
-    """Size of an item's pixels, or the error that ended the job."""
+    """Size of an item's pixels, or the error that ended the job. `num_frames`: of a video chunk; 0 for a picture."""
 
     job_id: int
     width: int = 0
     height: int = 0
+    num_frames: int = 0
     error: str = ""
     reason: str = ""
 
@@ -65,17 +72,47 @@ class StartRank(Message):
     dtype: str
     num_threads: int
     pool_bytes: int
+    deterministic: bool = False
+    known: dict[str, str] = {}
 
 
-class RankReady(Message):
-    """The model is loaded and warm. Carries the pool's descriptor, sealed."""
+class ModelReport(Message):
+    """A model that a rank has loaded. `identity`: of its files, empty if that is not to be trusted."""
 
     weights_digest: bytes
+    identity: str
     model_config_json: str
     processor_json: str
     numerics_version: int
     dim: int
     cost: list[float] = Field(min_length=3, max_length=3)
+
+
+class RankReady(ModelReport):
+    """The model is loaded and warm. Carries the pool's descriptor, sealed."""
+
+
+class Load(Message):
+    """Load a model beside the one in use, which goes on; answered by `Loaded`, then followed by SWAP or UNLOAD."""
+
+    model: str
+    known: dict[str, str] = {}
+
+
+class Loaded(Message):
+    """The model waits for its turn, or the error why not; one in `ConfigError` when its settings are wrong."""
+
+    report: ModelReport | None = None
+    error: str = ""
+    reason: str = ""
+
+
+class Swap(Message):
+    """What is sent after this is for the model that waits; the one before it is dropped."""
+
+
+class Unload(Message):
+    """Drop the model that waits."""
 
 
 class StartFailed(Message):
@@ -86,10 +123,14 @@ class StartFailed(Message):
 
 
 class Run(Message):
-    """Encode one microbatch; columns. `sources` are offsets in the ingest region, `extents` in the rank's pool."""
+    """Encode one microbatch; columns. `sources` are offsets in the ingest region, `extents` in the rank's pool.
+
+    `num_frames`: of video chunks; 0 for a picture.
+    """
 
     batch_id: int
     sources: list[int]
+    num_frames: list[int]
     heights: list[int]
     widths: list[int]
     extents: list[int]
@@ -118,3 +159,23 @@ class Copied(Message):
     """The copy is complete."""
 
     copy_id: int
+
+
+class Compare(Message):
+    """Compare two extents of the rank's pool, embeddings of one item: how far is the cached one from the fresh one?"""
+
+    compare_id: int
+    cached: int
+    fresh: int
+    num_tokens: int
+
+
+class Compared(Message):
+    """The answer; see `encoder.difference.Difference`. Numbers may be infinite or NaN."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+    compare_id: int
+    is_same_bits: bool
+    relative_error: float
+    min_cosine: float

@@ -7,16 +7,18 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING
 
+from encoder.errors import ImageError
 from encoder.sharding import assign
-from encoder.sizing import grid_thw, num_patches, num_tokens
+from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
 from ipc.errors import ExtentTooLarge
 from ipc.pool import Extent
-from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, PoolExhausted
-from mmcache.keys import ContentKey, store_key
+from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, PoolExhausted, UnsupportedItem
+from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.protocol import ORIGINS
-from mmcache.server.batcher import EncodeJob, RankLostError
+from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
 from mmcache.server.decoders import Pixels, Supplied
-from mmcache.server.ranks import Rank
+from mmcache.server.facts import ModelFacts
+from mmcache.server.rank import Rank
 from mmcache.server.requests import Flight, Waiter
 from mmcache.tiers.base import Entry
 
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 ENCODED, STORE = ORIGINS.index("encoded"), ORIGINS.index("store")
 SUPPLY_PATIENCE_S = 1.0
 """A client that has not sent bytes after this long is asked no longer alone, if another client waits for them too."""
+MAX_TRIES = 2
+"""Of encoding one item with one model."""
 ROOM_POLL_S = 0.001
 """While requests wait for room, acknowledgements are looked for this often; nothing is polled otherwise."""
 
@@ -45,6 +49,11 @@ class MissPath:
         self._room_turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether any flight does."""
+        return self._room_turn.locked()
+
     def start(self, flights: Sequence[Flight]) -> None:
         """Carry new flights; the store is asked for all of them at once."""
         self._spawn(self._serve_misses(flights), flights)
@@ -56,14 +65,24 @@ class MissPath:
 
     async def _serve_misses(self, flights: Sequence[Flight]) -> None:
         fingerprint = self._home.fingerprint
-        entries = await self._home.store.find([store_key(fingerprint, ContentKey(flight.key)) for flight in flights])
+        entries = await self._find(flights, fingerprint)
         for flight, entry in zip(flights, entries, strict=True):
-            self._spawn(self._fly(flight, entry), [flight])
+            self._spawn(self._fly(flight, entry, fingerprint), [flight])
 
-    async def _fly(self, flight: Flight, entry: Entry | None) -> None:
+    async def _find(self, flights: Sequence[Flight], fingerprint: Fingerprint) -> list[Entry | None]:
+        keys = [store_key(fingerprint, ContentKey(flight.key)) for flight in flights]
+        entries = await self._home.store.find(keys)
+        is_wrong = self._home.verifier.is_condemned
+        return [None if is_wrong(key) else entry for key, entry in zip(keys, entries, strict=True)]
+
+    async def _fly(self, flight: Flight, entry: Entry | None, fingerprint: Fingerprint) -> None:
         try:
-            if entry is None or not await self._promote(flight, entry):
-                await self._encode(flight)
+            while entry is None or not await self._promote(flight, entry, fingerprint):
+                if fingerprint == self._home.fingerprint:
+                    await self._encode(flight)
+                    break
+                fingerprint = self._home.fingerprint  # the model changed meanwhile: the store is asked for the new one
+                (entry,) = await self._find([flight], fingerprint)
         except ItemError as error:
             flight.fail(error)
         except _Abandoned:
@@ -71,8 +90,8 @@ class MissPath:
         finally:
             self._home.end(flight)
 
-    async def _promote(self, flight: Flight, entry: Entry) -> bool:
-        """Store to pool. False when the store's copy is of no use after all."""
+    async def _promote(self, flight: Flight, entry: Entry, fingerprint: Fingerprint) -> bool:
+        """Store to pool. False when the store's copy is of no use after all, or not to the model served by then."""
         tokens, dim = entry.shape
         facts, ingest = self._home.facts, self._home.ingest
         if dim != facts.dim or entry.dtype != facts.dtype or entry.nbytes > ingest.region.nbytes:
@@ -88,7 +107,9 @@ class MissPath:
             return False
         finally:
             ingest.free(part)
-        if rank.pool.is_retired:  # it died right after its answer
+        # The rank died right after its answer, or the model changed.
+        if rank.pool.is_retired or fingerprint != self._home.fingerprint:
+            rank.pool.abandon(extent)
             return False
         self._home.stats.hit_store += 1
         self._home.publish(flight, rank, extent, entry.encode_seconds, (tokens, *entry.grid_thw), STORE)
@@ -137,33 +158,46 @@ class MissPath:
                 return None
 
     async def _encode_pixels(self, flight: Flight, pixels: Pixels) -> None:
-        grid = grid_thw(pixels.width, pixels.height, self._home.facts.processor)
-        patches = num_patches(grid)
-        tokens = num_tokens(grid, self._home.facts.processor.merge_size)
         failure = EncodeFailed("the ranks died while encoding it")
-        for _ in range(2):
-            rank, extent = await self._place(flight, tokens * self._home.facts.token_bytes, patches)
-            flight.stage = "encoded"
-            job = EncodeJob(pixels, extent, patches, tokens, rank.cost.item_seconds(patches))
+        num_tries = 0
+        while num_tries < MAX_TRIES:
+            served = self._home.facts
             try:
-                seconds = await rank.batcher.submit(job)
-            except RankLostError:
-                continue
+                if await self._encode_once(flight, pixels, served):
+                    return
             except EncodeFailed as error:
-                rank.pool.abandon(extent)
                 failure = error
-                continue
             except ItemError:
-                rank.pool.abandon(extent)
-                raise
-            if rank.pool.is_retired:  # it died right after its answer
-                continue
-            self._home.stats.encoded += 1
-            self._home.stats.encode_seconds += seconds
-            self._home.publish(flight, rank, extent, seconds, (tokens, *grid), ENCODED)
-            self._write_behind(rank, extent, (tokens, *grid))
-            return
+                if served.fingerprint == self._home.fingerprint:
+                    raise
+            # A model that came meanwhile has all its tries.
+            num_tries = num_tries + 1 if served.fingerprint == self._home.fingerprint else 0
         raise failure
+
+    async def _encode_once(self, flight: Flight, pixels: Pixels, served: ModelFacts) -> bool:
+        """Place, encode and publish an item. False when its rank died, or when `served` is not served any more."""
+        grid, patches, tokens = sizes(pixels, served)
+        rank, extent = await self._place(flight, tokens * served.token_bytes, patches)
+        flight.stage = "encoded"
+        seconds = None
+        try:
+            if served.fingerprint == self._home.fingerprint:
+                job = EncodeJob(pixels, extent, patches, tokens, rank.cost.item_seconds(patches))
+                seconds = await rank.batcher.submit(job)
+        except (RankLostError, RecalledError):
+            pass
+        except ItemError:
+            rank.pool.abandon(extent)
+            raise
+        # The rank died, maybe right after its answer, or the model changed.
+        if seconds is None or rank.pool.is_retired or served.fingerprint != self._home.fingerprint:
+            rank.pool.abandon(extent)
+            return False
+        self._home.stats.encoded += 1
+        self._home.stats.encode_seconds += seconds
+        self._home.publish(flight, rank, extent, seconds, (tokens, *grid), ENCODED)
+        self._write_behind(rank, extent, (tokens, *grid))
+        return True
 
     async def _place(self, flight: Flight, nbytes: int, patches: int) -> tuple[Rank, Extent]:
         """Choose a rank and reserve room in its pool; whoever came first is served first.
@@ -229,3 +263,16 @@ class MissPath:
                 self._home.end(flight)
 
         task.add_done_callback(ended)
+
+
+def sizes(pixels: Pixels, facts: ModelFacts) -> tuple[Grid, int, int]:
+    """Grid, patches and tokens of a decoded item.
+
+    Raises:
+        UnsupportedItem: the model does not take a chunk of that many frames.
+    """
+    try:
+        grid = grid_thw(pixels.width, pixels.height, facts.processor, pixels.num_frames)
+    except ImageError as error:
+        raise UnsupportedItem(str(error)) from error
+    return grid, num_patches(grid), num_tokens(grid, facts.processor.merge_size)

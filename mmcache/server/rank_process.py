@@ -1,12 +1,13 @@
 """A rank: one process a device, with a full replica of the encoder, the only writer of its pool.
 
-Two threads: one reads the socket and does copies at once, the other encodes, so that a hit from the store does not wait
-behind a batch.
+Three threads: one reads the socket and does copies at once, one encodes, so that a hit from the store does not wait
+behind a batch, and one loads the next model while the one in use goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import sys
@@ -16,16 +17,29 @@ import time
 import numpy as np
 import torch
 
-from encoder.config import NUMERICS_VERSION
+from encoder.difference import difference
 from encoder.errors import EncoderError
-from encoder.model import Encoder
+from encoder.source import resolve_model
 from ipc.errors import IpcError
 from ipc.memory_shm import ReadOnlyRegion, SharedRegion
-from mmcache.errors import ConnectionLost
-from mmcache.keys import digest_parts
+from mmcache.errors import ConfigError, ConnectionLost
 from mmcache.protocol import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.server.children import connect_to_parent
-from mmcache.server.messages import Copied, Copy, Ran, RankReady, Run, StartFailed, StartRank
+from mmcache.server.messages import (
+    Compare,
+    Compared,
+    Copied,
+    Copy,
+    Load,
+    Loaded,
+    Ran,
+    RankReady,
+    Run,
+    StartFailed,
+    StartRank,
+    pixels_shape,
+)
+from mmcache.server.rank_model import RankModel, load_model
 from mmcache.transport import BlockingChannel, take_descriptors
 
 
@@ -40,32 +54,33 @@ class Rank:
         os.close(fd)
         self._channel = channel
         self._sending = threading.Lock()
-        self._batches: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+        self._start = start
+        self._batches: queue.SimpleQueue[Run | Compare | RankModel | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[Load] = queue.SimpleQueue()
         torch.set_num_threads(start.num_threads)
         self._dtype: torch.dtype = getattr(torch, start.dtype)
-        self._encoder = Encoder.load(start.model, device=start.device, dtype=self._dtype)
+        self._model = load_model(start, start.model, start.known)
+        self._next: RankModel | None = None
         self._pool = SharedRegion.create("mmcache-pool", start.pool_bytes)
         self._pool.seal_for_readers()
 
     def announce(self) -> None:
-        """Warm up and say that batches are welcome."""
-        self._encoder.warm_up()
-        cost = self._encoder.calibrate()
-        ready = RankReady(
-            weights_digest=digest_weights(self._encoder),
-            model_config_json=self._encoder.config.canonical(),
-            processor_json=self._encoder.processor.canonical(),
-            numerics_version=NUMERICS_VERSION,
-            dim=self._encoder.config.text_width,
-            cost=[cost.seconds_per_launch, cost.seconds_per_patch, cost.seconds_per_patch_squared],
-        )
+        """Say that batches are welcome."""
+        ready = RankReady(**dict(self._model.report))
         self._send(pack_frame(Kind.RANK_READY, ready, fds=[self._pool.fd]))
 
     def serve(self) -> None:
         """Until the sidecar closes the channel."""
         threading.Thread(target=self._read, name="read", daemon=True).start()
-        while (run := self._batches.get()) is not None:
-            self._send(pack_frame(Kind.RAN, self._run(run)))
+        threading.Thread(target=self._load_each, name="load", daemon=True).start()
+        while (work := self._batches.get()) is not None:
+            if isinstance(work, RankModel):
+                self._model = work
+            elif isinstance(work, Compare):
+                self._send(pack_frame(Kind.COMPARED, self._compare(work)))
+            else:
+                self._send(pack_frame(Kind.RAN, self._run(work)))
+            del work  # a model that was replaced must not live on until the next batch
 
     def _read(self) -> None:
         try:
@@ -78,27 +93,67 @@ class Rank:
         close_all(frame.fds)
         if frame.kind == Kind.RUN:
             self._batches.put(parse(Run, frame))
+        elif frame.kind == Kind.COMPARE:
+            self._batches.put(parse(Compare, frame))
+        elif frame.kind == Kind.LOAD:
+            self._loads.put(parse(Load, frame))
+        elif frame.kind == Kind.SWAP:
+            assert self._next is not None, "a model waits before SWAP is sent"
+            self._batches.put(self._next)
+            self._next = None
+        elif frame.kind == Kind.UNLOAD:
+            self._next = None
         elif frame.kind == Kind.COPY:
             copy = parse(Copy, frame)
             source = self._ingest.view(copy.source, copy.nbytes)
             np.copyto(self._pool.array(copy.extent, copy.nbytes), source)
             self._send(pack_frame(Kind.COPIED, Copied(copy_id=copy.copy_id)))
 
+    def _load_each(self) -> None:
+        torch.set_num_threads(self._start.num_threads)
+        with contextlib.suppress(ConnectionLost):
+            while True:
+                self._send(pack_frame(Kind.LOADED, self._load(self._loads.get())))
+
+    def _load(self, load: Load) -> Loaded:
+        try:
+            resolve_model(load.model)
+        except EncoderError as error:
+            return Loaded(error=ConfigError.__name__, reason=str(error))
+        try:
+            self._next = load_model(self._start, load.model, load.known, before=self._model)
+        except EncoderError as error:
+            return Loaded(error=type(error).__name__, reason=str(error))
+        except (OSError, RuntimeError, MemoryError, ValueError) as error:
+            return Loaded(error=type(error).__name__, reason=f"{type(error).__name__}: {error}"[:1000])
+        return Loaded(report=self._next.report)
+
     def _run(self, run: Run) -> Ran:
-        images = [
-            self._ingest.view(source, height * width * 3).reshape(height, width, 3)
-            for source, height, width in zip(run.sources, run.heights, run.widths, strict=True)
+        shapes = map(pixels_shape, run.num_frames, run.heights, run.widths)
+        items = [
+            self._ingest.view(source, math.prod(shape)).reshape(shape)
+            for source, shape in zip(run.sources, shapes, strict=True)
         ]
         outs = [self._out(extent, tokens) for extent, tokens in zip(run.extents, run.num_tokens, strict=True)]
         started = time.perf_counter()
         try:
-            finite = self._encoder.encode(images, outs)
+            finite = self._model.encoder.encode(items, outs)
         except (RuntimeError, MemoryError, ValueError) as error:
             return Ran(batch_id=run.batch_id, seconds=0.0, error=f"{type(error).__name__}: {error}"[:1000])
         return Ran(batch_id=run.batch_id, seconds=time.perf_counter() - started, finite=finite)
 
+    def _compare(self, compare: Compare) -> Compared:
+        cached, fresh = (self._out(extent, compare.num_tokens) for extent in (compare.cached, compare.fresh))
+        found = difference(cached, fresh)
+        return Compared(
+            compare_id=compare.compare_id,
+            is_same_bits=found.is_same_bits,
+            relative_error=found.relative_error,
+            min_cosine=found.min_cosine,
+        )
+
     def _out(self, extent: int, num_tokens: int) -> torch.Tensor:
-        dim = self._encoder.config.text_width
+        dim = self._model.encoder.config.text_width
         array = self._pool.array(extent, num_tokens * dim * self._dtype.itemsize)
         return torch.from_numpy(array).view(self._dtype).view(num_tokens, dim)
 
@@ -107,21 +162,15 @@ class Rank:
             self._channel.send(frame)
 
 
-def digest_weights(encoder: Encoder) -> bytes:
-    """Digest of every tensor's name, dtype, shape and bytes, in the order of names."""
-
-    def parts() -> list[bytes | memoryview]:
-        found: list[bytes | memoryview] = []
-        for name, tensor in encoder.tensors():
-            found.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            found.append(tensor.contiguous().view(torch.uint8).numpy().data.cast("B"))
-        return found
-
-    return digest_parts(parts())
+def _end_process(fault: threading.ExceptHookArgs) -> None:
+    """A fault of ours in any thread ends the process, which is then replaced; the coordinator waits for no answer."""
+    sys.excepthook(fault.exc_type, fault.exc_value or fault.exc_type(), fault.exc_traceback)
+    os._exit(1)
 
 
 def main() -> None:
     """Entry point of the process."""
+    threading.excepthook = _end_process
     channel = connect_to_parent(sys.argv)
     try:
         rank = Rank(channel)

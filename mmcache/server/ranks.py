@@ -3,125 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from encoder.config import ProcessorConfig
-from encoder.sharding import CostModel
-from ipc.errors import MemoryUnavailable
-from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion
-from ipc.pool import Extent, Pool
+from ipc.pool import Extent
 from mmcache.config import Settings
-from mmcache.errors import CheckpointError, ConfigError, MMCacheError, SidecarError
-from mmcache.keys import Fingerprint, fingerprint
-from mmcache.protocol import Frame, Kind, close_all, pack_frame, parse
-from mmcache.server.batcher import Batcher, RankLostError
+from mmcache.errors import CheckpointError, MMCacheError, SidecarError
 from mmcache.server.channel import Poller
-from mmcache.server.children import Child, restart_delay_s
+from mmcache.server.children import restart_delay_s
+from mmcache.server.digests import DigestCache
+from mmcache.server.facts import ModelFacts
 from mmcache.server.ingest import Ingest
-from mmcache.server.messages import Copied, Copy, Ran, RankReady, Run, StartFailed, StartRank
-from mmcache.transport import take_descriptors
+from mmcache.server.rank import Rank
+from mmcache.server.state import StateFolder
 
 log = logging.getLogger(__name__)
 
-MODULE = "mmcache.server.rank_process"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What every rank must agree on."""
-
-    model: str
-    fingerprint: Fingerprint
-    dtype: str
-    dim: int
-    numerics_version: int
-    processor: ProcessorConfig
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's embedding."""
-        return self.dim * {"float32": 4, "bfloat16": 2}[self.dtype]
-
-
-class Rank:
-    """One living rank: its process, its pool and its queue. A restart makes a new one."""
-
-    def __init__(self, index: int, pool_id: int, ranks: Ranks, settings: Settings, ingest: Ingest) -> None:
-        self.index = index
-        self.pool_id = pool_id
-        self.cost = CostModel(0.0, 0.0, 0.0)
-        self.is_ready = False
-        self.failure: MMCacheError | None = None
-        self.fd = -1
-        self._ranks = ranks
-        self._settings = settings
-        self._copies: dict[int, asyncio.Future[None]] = {}
-        self._last_copy = 0
-        threads = max(1, len(os.sched_getaffinity(0)) // settings.ranks)
-        start = StartRank(
-            model=settings.model, device=settings.device, dtype=settings.dtype, num_threads=threads,
-            pool_bytes=settings.pool_bytes,
-        )  # fmt: skip
-        self.child = Child(ranks.poller, MODULE, self._on_frame, self._on_exit, {"OMP_NUM_THREADS": str(threads)})
-        self.child.send(pack_frame(Kind.START_RANK, start, fds=[ingest.region.fd]))
-        self.batcher = Batcher(self._send_run, settings.max_batch_patches)
-
-    def _adopt_pool(self, fd: int) -> None:
-        self.fd = fd
-        self.memory = ReadOnlyRegion.attach(fd, SEALS_READERS)
-        self.pool = Pool(self.pool_id, self.memory.nbytes, on_evict=self._ranks.on_evict)
-
-    def copy(self, source: int, extent: Extent) -> asyncio.Future[None]:
-        """Copy the bytes of `extent` from the ingest region. The future raises `RankLostError`."""
-        self._last_copy += 1
-        done = self._copies[self._last_copy] = asyncio.get_running_loop().create_future()
-        copy = Copy(copy_id=self._last_copy, source=source, extent=extent.offset, nbytes=extent.nbytes)
-        self.child.send(pack_frame(Kind.COPY, copy))
-        return done
-
-    def payload(self, extent: Extent) -> memoryview:
-        """The extent's bytes, read only. The caller keeps the extent pinned meanwhile."""
-        return self.memory.view(extent.offset, extent.nbytes).data
-
-    def close_pool(self) -> None:
-        """The rank is dead and its last lease has ended: give the memory back, if it had any."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-            del self.memory
-
-    def _send_run(self, run: Run) -> None:
-        self.child.send(pack_frame(Kind.RUN, run))
-
-    def _on_frame(self, frame: Frame) -> None:
-        if frame.kind == Kind.RANK_READY:
-            (fd,) = take_descriptors(frame, 1)
-            self._adopt_pool(fd)
-            self._ranks.on_ready(self, parse(RankReady, frame))
-            return
-        close_all(frame.fds)
-        if frame.kind == Kind.RAN:
-            self.batcher.ran(parse(Ran, frame))
-        elif frame.kind == Kind.COPIED:
-            self._copies.pop(parse(Copied, frame).copy_id).set_result(None)
-        elif frame.kind == Kind.START_FAILED:
-            failed = parse(StartFailed, frame)
-            self.failure = _failure(self._settings, failed)
-
-    def _on_exit(self, reason: str) -> None:
-        copies, self._copies = self._copies, {}
-        self._ranks.on_exit(self, reason)
-        self.batcher.lose()
-        for done in copies.values():
-            done.set_exception(RankLostError())
+WARM_TIMEOUT_S = 30.0
+"""A reload waits this long for a rank, when all of them are being restarted."""
 
 
 class Ranks:
-    """All ranks. `on_added` and `on_lost` tell the coordinator of pools, `on_evict` of extents that left a pool."""
+    """All ranks. `on_added` and `on_lost` tell the coordinator of pools, `on_evict` of extents that left a pool.
+
+    Attributes:
+        model: what a rank that starts is told to load.
+        facts: what a rank must have loaded to take work; None before the first is warm.
+    """
 
     def __init__(
         self,
@@ -144,6 +52,10 @@ class Ranks:
         self._deaths_in_a_row = [0] * settings.ranks
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._stopping = False
+        self._is_switching = False
+        self._warm = asyncio.Event()
+        self.digests = DigestCache(StateFolder(settings.state).digests_file)
+        self.model = settings.model
         self.facts: ModelFacts | None = None
         self.num_restarts = 0
 
@@ -155,7 +67,7 @@ class Ranks:
     @property
     def pids(self) -> list[int]:
         """Process ids of the ranks that are alive."""
-        return [rank.child.pid for rank in self._slots if rank is not None]
+        return [rank.child.pid for rank in self._living()]
 
     async def start(self) -> ModelFacts:
         """Start every rank and wait until all are warm.
@@ -163,6 +75,7 @@ class Ranks:
         Raises:
             CheckpointError, ConfigError, SidecarError: a rank cannot start; the message says why.
         """
+        self.digests.load()
         for index in range(len(self._slots)):
             self._spawn(index)
         await self._started
@@ -172,7 +85,7 @@ class Ranks:
     async def stop(self, timeout_s: float) -> None:
         """End every rank."""
         self._stopping = True
-        await asyncio.gather(*(rank.child.stop(timeout_s) for rank in self._slots if rank is not None))
+        await asyncio.gather(*(rank.child.stop(timeout_s) for rank in self._living()))
 
     def _spawn(self, index: int) -> None:
         if self._stopping:
@@ -184,17 +97,98 @@ class Ranks:
         except OSError as error:
             self._restart(index, f"its process cannot be started: {error.strerror}")
 
-    def on_ready(self, rank: Rank, ready: RankReady) -> None:
+    async def load(self, model: str) -> ModelFacts:
+        """Every rank that is warm loads a model beside its own and goes on. All do, or none has it afterwards.
+
+        Raises:
+            ConfigError, CheckpointError, SidecarError: why one of them did not.
+        """
+        await self._one_warm_rank(model)
+        try:
+            while missing := [rank for rank in self._living() if rank.facts is not None and rank.next is None]:
+                loads = [rank.load(model) for rank in missing]
+                await asyncio.wait(loads)
+                for failure in filter(None, [load.exception() for load in loads]):
+                    raise failure
+            found = [rank.next[0] for rank in self._living() if rank.next is not None]
+            if not found:
+                raise SidecarError(f"model = {model}: no rank is alive any more")
+            if len({facts.fingerprint for facts in found}) > 1:
+                raise CheckpointError(f"model = {model}: its files changed while the ranks read them; try again")
+        except BaseException:
+            self.unload()
+            raise
+        return found[0]
+
+    async def pause(self) -> None:
+        """Begin no batch; returns when none is running. Ends with `switch` or `unload`."""
+        self._is_switching = True
+        await asyncio.gather(*(rank.batcher.pause() for rank in self.ready))
+
+    def switch(self, facts: ModelFacts) -> None:
+        """What every rank has loaded is served from now on. A rank that has not, starts anew with it."""
+        assert self.facts is not None, "a model is served"
+        is_new, before = facts.fingerprint != self.facts.fingerprint, self.ready
+        self.model, self.facts, self._is_switching = facts.model, facts, False
+        for rank in self._living():
+            if rank.next is not None:
+                rank.swap()
+            if rank.facts is not None and rank.facts.fingerprint == facts.fingerprint:
+                self._admit(rank)
+            elif is_new:
+                assert not rank.is_ready, "every rank at work has loaded it"
+                rank.failure = SidecarError("the model changed while it started")
+                rank.child.kill()
+        for rank in before:
+            if is_new:
+                rank.batcher.recall()
+            rank.batcher.resume()
+
+    def unload(self) -> None:
+        """All stays as it is: what was loaded for `switch` is dropped."""
+        self._is_switching = False
+        for rank in self._living():
+            rank.unload()
+            rank.batcher.resume()
+            if rank.facts is not None:
+                self._consider(rank)
+
+    async def _one_warm_rank(self, model: str) -> None:
+        try:
+            async with asyncio.timeout(WARM_TIMEOUT_S):
+                while not any(rank.facts is not None for rank in self._living()):
+                    self._warm.clear()
+                    await self._warm.wait()
+        except TimeoutError:
+            raise SidecarError(f"model = {model}: no rank is alive to load it; restart the sidecar") from None
+
+    def _living(self) -> list[Rank]:
+        return [rank for rank in self._slots if rank is not None]
+
+    def on_ready(self, rank: Rank) -> None:
         """A rank is warm."""
-        facts = _facts(self._settings, ready)
-        self.facts = self.facts or facts
-        if facts != self.facts:
-            rank.failure = CheckpointError("the model on disk changed while the sidecar ran; restart the sidecar")
-            rank.child.kill()
-            return
-        rank.cost = CostModel(*ready.cost)
-        rank.is_ready = True
+        self.facts = self.facts or rank.facts
         self._deaths_in_a_row[rank.index] = 0
+        self._warm.set()
+        self._consider(rank)
+
+    def _consider(self, rank: Rank) -> None:
+        """Let a warm rank take work if its model is the one that is served; else it waits for a reload."""
+        assert self.facts is not None, "a model is served"
+        assert rank.facts is not None, "it is warm"
+        if rank.facts.fingerprint == self.facts.fingerprint:
+            if not self._is_switching:
+                self._admit(rank)
+        elif not self._started.done():
+            rank.failure = CheckpointError(f"model = {self.model}: its files changed while the ranks read them")
+            rank.child.kill()
+        else:
+            log.error("rank %d takes no work: the files of %s have changed; `mmcache reload`", rank.index, self.model)
+
+    def _admit(self, rank: Rank) -> None:
+        if rank.is_ready:
+            return
+        rank.is_ready = True
         self._on_added(rank)
         if len(self.ready) == len(self._slots) and not self._started.done():
             self._started.set_result(None)
@@ -220,30 +214,3 @@ class Ranks:
         self._deaths_in_a_row[index] += 1
         self.num_restarts += 1
         self._loop.call_later(delay_s, self._spawn, index)
-
-
-def _failure(settings: Settings, failed: StartFailed) -> MMCacheError:
-    if failed.error == CheckpointError.__name__:
-        return CheckpointError(f"model = {settings.model}: {failed.reason}")
-    if failed.error == MemoryUnavailable.__name__:
-        return ConfigError(f"pool_bytes = {settings.pool_bytes} for each of {settings.ranks} ranks: {failed.reason}")
-    return SidecarError(f"a rank cannot start: {failed.reason}")
-
-
-def _facts(settings: Settings, ready: RankReady) -> ModelFacts:
-    return ModelFacts(
-        model=settings.model,
-        fingerprint=fingerprint(
-            weights_digest=ready.weights_digest,
-            model_config=ready.model_config_json,
-            processor=ready.processor_json,
-            decoding=settings.decoding,
-            is_deterministic=settings.deterministic,
-            dtype=settings.dtype,
-            numerics_version=ready.numerics_version,
-        ),
-        dtype=settings.dtype,
-        dim=ready.dim,
-        numerics_version=ready.numerics_version,
-        processor=ProcessorConfig(**json.loads(ready.processor_json)),
-    )

@@ -106,6 +106,7 @@ class Request:
         "_reasons",
         "_sent",
         "_timer",
+        "_verify",
         "_window",
         "asked",
         "connection",
@@ -128,6 +129,7 @@ class Request:
         self.deadline = asyncio.get_running_loop().time() + timeout_s
         self._granted: list[Any] = []
         self._need: list[int] = []
+        self._verify: list[int] = []
         self._failed: list[int] = []
         self._errors: list[str] = []
         self._reasons: list[str] = []
@@ -162,13 +164,19 @@ class Request:
         self._need.append(position)
         self._flush_soon()
 
+    def verify(self, position: int) -> None:
+        """Ask the client for the bytes of a position that was granted in this turn of the loop, in the same frame."""
+        self._verify.append(position)
+
     def flush(self) -> None:
         """Send what is settled or asked for since the last time."""
         self._flush_due = False
         more = None
-        if self._failed or self._need:
-            more = Unsettled(need=self._need, failed=self._failed, errors=self._errors, reasons=self._reasons)
-            self._need, self._failed, self._errors, self._reasons = [], [], [], []
+        if self._failed or self._need or self._verify:
+            more = Unsettled(
+                need=self._need, verify=self._verify, failed=self._failed, errors=self._errors, reasons=self._reasons
+            )
+            self._need, self._verify, self._failed, self._errors, self._reasons = [], [], [], [], []
         if self._granted or more is not None:
             body = b"".join((RESULTS_HEAD.pack(self.request_id), *self._granted))
             self._granted.clear()

@@ -28,6 +28,11 @@ class StateFolder:
         """Where the key seed lies."""
         return self.path / "seed"
 
+    @property
+    def digests_file(self) -> Path:
+        """Where digests of weights are kept; may be removed at any time."""
+        return self.path / "digests.json"
+
 
 def prepare_state(path: Path) -> StateFolder:
     """Create the folder with mode 0700 if it is missing, and check who may change it.

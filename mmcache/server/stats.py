@@ -50,6 +50,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
         "uptime_seconds": round(time.monotonic() - stats.started_s, 3),
         "model": facts.model,
         "fingerprint": str(facts.fingerprint),
+        "reloads": coordinator.reloads.num_done,
         "device": settings.device,
         "dtype": facts.dtype,
         "dim": facts.dim,
@@ -92,4 +93,5 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "queued": sum(len(rank.batcher) for rank in ranks.ready),
         },
         "store": coordinator.store.counters(),
+        "verify": dict(coordinator.verifier.counters),
     }

@@ -33,6 +33,7 @@ class _Pending:
     created_s: float
     payload: memoryview
     done: Callable[[], None]
+    is_unwanted: bool = False
 
     def entry(self, digest: int) -> Entry:
         return Entry(
@@ -66,6 +67,7 @@ class TieredStore:
         self._failing: set[str] = set()
         self._queue: deque[_Pending] = deque()
         self._queued_bytes = 0
+        self._writing: _Pending | None = None
         self._worker: asyncio.Task[None] | None = None
         self._hasher = Threads(1, "mmcache-checksum")
         self._is_closing = False
@@ -132,6 +134,20 @@ class TieredStore:
             if self._worker is None or self._worker.done():
                 self._worker = asyncio.get_running_loop().create_task(self._work())
 
+    async def remove(self, key: bytes) -> bool:
+        """Remove an entry from every tier, and from what waits to be written. False, counted, if it may still be there.
+
+        What is given to `put_behind` under the key from now on is written as ever.
+        """
+        for pending in [pending for pending in self._queue if pending.key == key]:
+            self._queue.remove(pending)
+            self._events["dropped"] += 1
+            self._finish(pending)
+        if self._writing is not None and self._writing.key == key:
+            self._writing.is_unwanted = True
+        deadline = self._deadline()
+        return all([await self._bounded(tier, _removed(tier, key), deadline) for tier in self._tiers])
+
     async def drain(self, timeout_s: float) -> None:
         """Wait until everything is written, or the time is over."""
         if self._worker is not None:
@@ -193,21 +209,27 @@ class TieredStore:
 
     async def _work(self) -> None:
         while self._queue:
-            pending = self._queue.popleft()
+            pending = self._writing = self._queue.popleft()
             try:
                 await self._write(pending)
             except LeftBehindError as error:
                 log.error("store: a write of %d bytes: %s", pending.payload.nbytes, error)
                 return  # a thread may still read the payload: it is never done
+            finally:
+                self._writing = None
             self._finish(pending)
 
     async def _write(self, pending: _Pending) -> None:
         digest = await settled(self._hasher.submit(checksum, pending.payload))
         entry = pending.entry(digest)
         for tier in self._tiers:
+            if pending.is_unwanted:
+                return
             try:
                 await tier.put(entry, pending.payload)
                 self._events["written"] += 1
+                if pending.is_unwanted:  # its removal may have come before it
+                    await tier.remove([pending.key])
                 self._failing.discard(tier.name)
             except LeftBehindError:
                 raise
@@ -217,3 +239,8 @@ class TieredStore:
     def _finish(self, pending: _Pending) -> None:
         self._queued_bytes -= pending.payload.nbytes
         pending.done()
+
+
+async def _removed(tier: Tier, key: bytes) -> bool:
+    await tier.remove([key])
+    return True

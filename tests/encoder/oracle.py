@@ -75,10 +75,21 @@ def save(model: Kimi_K25ForConditionalGeneration, folder: Path, **options: objec
 def oracle_embeddings(
     model: Kimi_K25ForConditionalGeneration, patches: torch.Tensor, grids: Sequence[Grid]
 ) -> list[torch.Tensor]:
-    """Return the embeddings of packed patch rows `[T, 3, 14, 14]`, one `[num_tokens, TEXT_WIDTH]` an item."""
-    pooled = model.model.vision_tower(patches, grid_thw=torch.tensor(grids)).pooler_output
-    rows = model.model.mm_projector(pooled).squeeze(1)
-    return list(rows.split([num_tokens(grid, 2) for grid in grids]))
+    """Return the embeddings of packed patch rows `[T, 3, 14, 14]`, one `[num_tokens, TEXT_WIDTH]` an item.
+
+    Items of as many frames are packed together: transformers 5.17 cannot pack others.
+    """
+    items = patches.split([num_patches(grid) for grid in grids])
+    embeddings: dict[int, torch.Tensor] = {}
+    for time in {time for time, _, _ in grids}:
+        indices = [index for index, grid in enumerate(grids) if grid[0] == time]
+        grid_thw = torch.tensor([grids[index] for index in indices], device=patches.device)
+        pack = torch.cat([items[index] for index in indices])
+        pooled = model.model.vision_tower(pack, grid_thw=grid_thw).pooler_output
+        rows = model.model.mm_projector(pooled).squeeze(1)
+        sizes = [num_tokens(grids[index], 2) for index in indices]
+        embeddings |= dict(zip(indices, rows.split(sizes), strict=True))
+    return [embeddings[index] for index in range(len(grids))]
 
 
 def random_patches(grids: Sequence[Grid], seed: int = 1) -> torch.Tensor:

@@ -121,7 +121,7 @@ def test_outputs_that_do_not_fit_are_refused_before_writing(encoder: Encoder) ->
     for out in wrong:
         with pytest.raises(ImageError, match="28x28"):
             encoder.encode(images, [good[0], out])
-    with pytest.raises(ImageError, match="2 images"):
+    with pytest.raises(ImageError, match="2 items"):
         encoder.encode(images, good[:1])
     with pytest.raises(ImageError, match="uint8"):
         encoder.encode([images[0].astype(np.float32)], good[:1])

@@ -34,7 +34,9 @@ def key(item: object) -> ContentKey:
     return KeyHasher(1).key(media.kind, media.header, media.raw)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK", "YCbCr", "HSV", "LA", "PA", "RGBA", "La", "RGBa"])
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "P", "RGB", "CMYK", "YCbCr", "HSV", "LAB", "LA", "PA", "RGBA", "La", "RGBa"]
+)
 def test_pil_images_come_back_as_pillow_would_convert_them(mode: str) -> None:
     source = Image.fromarray(image(1)).convert("RGBA")
     source.putalpha(Image.fromarray(image(2)[..., 0]))
@@ -141,7 +143,7 @@ def test_sizes_are_checked_before_memory_is_taken() -> None:
         decoded(describe(icon, 0, LIMIT), 1_000_000)
 
 
-@pytest.mark.parametrize("mode", ["I", "F", "I;16", "LAB"])
+@pytest.mark.parametrize("mode", ["I", "F", "I;16", "I;16B"])
 def test_modes_without_a_conversion(mode: str) -> None:
     picture = Image.new(mode, (4, 4))
     with pytest.raises(UnsupportedMode, match=mode):
@@ -203,3 +205,21 @@ def test_truncated_files_are_refused_not_filled() -> None:
         Image.fromarray(image(5, 120, 160)).save(data, format_)
         with pytest.raises(UndecodableImage):
             decoded(describe(data.getvalue()[: len(data.getvalue()) * 2 // 3], 0, LIMIT))
+
+
+def test_a_pil_image_that_pillow_cannot_load(tmp_path: Path) -> None:
+    path = tmp_path / "half.png"
+    data = io.BytesIO()
+    Image.fromarray(image(6, 120, 160)).save(data, "PNG")
+    path.write_bytes(data.getvalue()[: len(data.getvalue()) // 2])
+    with Image.open(path) as picture, pytest.raises(UndecodableImage, match="Pillow cannot load it") as caught:
+        describe(picture, 4, LIMIT)
+    assert (caught.value.index, caught.value.source) == (4, "PIL image 160×120 RGB")
+
+
+def test_a_pil_image_beyond_the_limit_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    Image.new("RGB", (2000, 2000)).save(tmp_path / "large.png")
+    with Image.open(tmp_path / "large.png") as picture:
+        with pytest.raises(ImageTooLarge, match=r"12000000 bytes, the limit is 1000000 \(max_item_bytes\)"):
+            describe(picture, 0, 1_000_000)
+        assert picture.tile, "not decoded"

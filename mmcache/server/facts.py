@@ -1,0 +1,67 @@
+"""What the ranks have to agree on about the model that is served, and how it becomes a fingerprint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from encoder.config import ProcessorConfig
+from ipc.errors import MemoryUnavailable
+from mmcache.config import Settings
+from mmcache.errors import CheckpointError, ConfigError, MMCacheError, SidecarError
+from mmcache.keys import Fingerprint, fingerprint
+from mmcache.server.messages import Loaded, ModelReport, StartFailed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model as it is served. `model`: what the setting names; all else follows from what a rank loaded."""
+
+    model: str
+    fingerprint: Fingerprint
+    dtype: str
+    dim: int
+    numerics_version: int
+    processor: ProcessorConfig
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's embedding."""
+        return self.dim * {"float32": 4, "bfloat16": 2}[self.dtype]
+
+
+def facts_of(settings: Settings, model: str, report: ModelReport) -> ModelFacts:
+    """The facts of a model that a rank has loaded under these settings."""
+    return ModelFacts(
+        model=model,
+        fingerprint=fingerprint(
+            weights_digest=report.weights_digest,
+            model_config=report.model_config_json,
+            processor=report.processor_json,
+            decoding=settings.decoding,
+            is_deterministic=settings.deterministic,
+            dtype=settings.dtype,
+            numerics_version=report.numerics_version,
+        ),
+        dtype=settings.dtype,
+        dim=report.dim,
+        numerics_version=report.numerics_version,
+        processor=ProcessorConfig(**json.loads(report.processor_json)),
+    )
+
+
+def start_failure(settings: Settings, model: str, failed: StartFailed) -> MMCacheError:
+    """Why a rank did not start."""
+    if failed.error == CheckpointError.__name__:
+        return CheckpointError(f"model = {model}: {failed.reason}")
+    if failed.error == MemoryUnavailable.__name__:
+        return ConfigError(f"pool_bytes = {settings.pool_bytes} for each of {settings.ranks} ranks: {failed.reason}")
+    return SidecarError(f"a rank cannot start: {failed.reason}")
+
+
+def load_failure(model: str, failed: Loaded) -> MMCacheError:
+    """Why a rank did not load a model beside its own."""
+    kinds: dict[str, type[MMCacheError]] = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
+    if failed.error in kinds:
+        return kinds[failed.error](f"model = {model}: {failed.reason}")
+    return SidecarError(f"model = {model}: cannot be loaded beside the one that is served: {failed.reason}")

@@ -1,0 +1,189 @@
+"""Encoded files and PIL images: opened without decoding them, then decoded to RGB as the reference does."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from mmcache.errors import ImageTooLarge, UndecodableImage, UnsupportedMode
+from mmcache.media import ALPHA_MODES, DAMAGE, PilHeader, check_mode, pil_nbytes
+from mmcache.server.jpeg_exif import collected_exif
+from mmcache.server.orientation import TURNS, UNDONE, UPRIGHT, read_orientation
+from mmcache.server.tiff_directory import check_directory
+
+FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
+"""Formats that are decoded. Those that run other programs or scripts (EPS, WMF) are left out on purpose."""
+
+_SIDES = (256, 257)
+_TILE_SIDES = (322, 323)
+
+
+class Picture:
+    """A picture whose size is known and whose pixels are not decoded yet.
+
+    Attributes:
+        width, height: of the pixels that `fill` gives.
+    """
+
+    def __init__(self, image: Image.Image, size: tuple[int, int], turn: Image.Transpose | None = None) -> None:
+        """Of `size` once `turn` is done, if there is one, to what Pillow decodes."""
+        self._image = image
+        self._turn = turn
+        self.width, self.height = size
+
+    def fill(self, pixels: np.ndarray[Any, Any]) -> None:
+        """Decode into `pixels`, uint8 `[height, width, 3]`.
+
+        Raises:
+            UndecodableImage: truncated or damaged.
+            UnsupportedMode: this Pillow lacks the library that its mode needs.
+        """
+        try:
+            with _pillow_limit(None):  # the header was checked; a decoder gives no more than it promised
+                rgb = to_rgb(self._image)
+                rgb = rgb if self._turn is None else rgb.transpose(self._turn)
+        except (*DAMAGE, Image.DecompressionBombError) as error:
+            raise UndecodableImage(f"truncated or damaged: {error}") from error
+        except ImportError as error:
+            raise UnsupportedMode(f"mode {self._image.mode!r} cannot be converted by this Pillow: {error}") from error
+        if rgb.size != (self.width, self.height):
+            promised = f"{self.width}×{self.height}"
+            raise UndecodableImage(f"damaged: its header says {promised}, its pixels are {rgb.width}×{rgb.height}")
+        np.copyto(pixels, np.asarray(rgb))
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert to RGB; transparency is composited on white."""
+    image.load()
+    check_mode(image.mode)
+    if image.mode == "La":
+        image = image.convert("LA")
+    if image.mode in ALPHA_MODES or image.info.get("transparency") is not None:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def open_file(raw: memoryview, max_pixels: int, orientation: str) -> Picture:
+    """Open an encoded file: its header is read and bounded, its first frame is what gets decoded.
+
+    Args:
+        raw: the whole file.
+        max_pixels: refuse pictures of more.
+        orientation: "exif" to turn it as its EXIF orientation says, "ignore" to leave it as it is stored.
+
+    Raises:
+        UndecodableImage, ImageTooLarge, UnsupportedMode: see docs/decoding.md.
+    """
+    with _pillow_limit(max_pixels):
+        image = _opened(raw, max_pixels)
+        width, height = _stored_size(image)
+        check_size(width, height, max_pixels)
+        check_mode(image.mode)
+        is_tiff = image.format == "TIFF"
+        number = read_orientation(image, raw) if is_tiff or orientation == "exif" else UPRIGHT
+    if is_tiff:  # Pillow turns these by itself
+        _check_tiles(image, max_pixels)
+        turn = None if orientation == "exif" else UNDONE.get(number)
+    else:
+        turn = TURNS.get(number)
+    is_swapped = orientation == "exif" and number >= 5
+    return Picture(image, (height, width) if is_swapped else (width, height), turn)
+
+
+def rebuild_pil(fields: PilHeader, raw: memoryview, max_pixels: int) -> Picture:
+    """Make a PIL image again from its description. It is taken as it stands: never turned.
+
+    Raises:
+        UndecodableImage, ImageTooLarge, UnsupportedMode: bytes and description do not match, or break a limit.
+    """
+    check_mode(fields.mode)
+    width, height = fields.size
+    check_size(width, height, max_pixels)
+    if raw.nbytes != pil_nbytes(fields.mode, fields.size):
+        raise UndecodableImage(f"{raw.nbytes} bytes are not a PIL image of {width}×{height} in mode {fields.mode}")
+    try:
+        image = Image.frombytes(fields.mode, fields.size, bytes(raw))
+        if fields.palette is not None:
+            image.putpalette(fields.palette, fields.palette_mode or "RGB")
+    except DAMAGE as error:
+        raise UndecodableImage(f"the header of a PIL image does not match its bytes: {error}") from error
+    if fields.transparency is not None:
+        image.info["transparency"] = fields.transparency
+    return Picture(image, fields.size)
+
+
+def _opened(raw: memoryview, max_pixels: int) -> Image.Image:
+    check_directory(raw)
+    check_directory(collected_exif(raw))
+    _check_plain_pnm(raw)
+    Image.init()
+    try:
+        return Image.open(io.BytesIO(raw), formats=[name for name in FORMATS if name in Image.OPEN])
+    except Image.DecompressionBombError as error:
+        size = str(error).partition(" exceeds")[0]
+        raise ImageTooLarge(f"{size}, the limit is {max_pixels} (max_pixels)") from error
+    except UnidentifiedImageError as error:
+        known = ", ".join(FORMATS)
+        raise UndecodableImage(f"not a picture, or its header is broken (known formats: {known})") from error
+    except DAMAGE as error:
+        raise UndecodableImage(f"its header is broken: {error}") from error
+
+
+def _stored_size(image: Image.Image) -> tuple[int, int]:
+    if image.format != "TIFF":
+        return image.size
+    width, height = (image.tag_v2[tag] for tag in _SIDES)  # type: ignore[attr-defined]  # `size` is that after turning
+    return width, height
+
+
+def check_size(width: int, height: int, max_pixels: int) -> None:
+    """Refuse a picture without pixels or beyond the limit.
+
+    Raises:
+        UndecodableImage, ImageTooLarge: the second names size and limit.
+    """
+    if width < 1 or height < 1:
+        raise UndecodableImage(f"a picture of {width}×{height} has no pixels")
+    if width * height > max_pixels:
+        reason = f"{width}×{height} is {width * height} pixels, the limit is {max_pixels} (max_pixels)"
+        raise ImageTooLarge(reason)
+
+
+def _check_tiles(image: Image.Image, max_pixels: int) -> None:
+    """A TIFF's tiles are decoded whole, however small the picture is."""
+    tags = image.tag_v2  # type: ignore[attr-defined]
+    width, height = (tags.get(tag, 1) for tag in _TILE_SIDES)
+    if not isinstance(width, int) or not isinstance(height, int):
+        raise UndecodableImage("its header is broken: the sides of its tiles are not numbers")
+    if width * height > max_pixels:
+        raise ImageTooLarge(f"tiles of {width}×{height}, the limit is {max_pixels} pixels (max_pixels)")
+
+
+def _check_plain_pnm(raw: memoryview) -> None:
+    """The numbers of a plain PNM are text: one cut in the middle is still a number."""
+    if bytes(raw[:2]) in (b"P2", b"P3") and not bytes(raw[-1:]).isspace():
+        raise UndecodableImage("truncated: a plain PNM ends with white space")
+
+
+@contextmanager
+def _pillow_limit(max_pixels: int | None) -> Iterator[None]:
+    """Pillow with a limit of pixels, and without its warnings on damaged metadata: they would fill the log.
+
+    Some formats hold pictures of another size than their header says (ICO), which Pillow decodes while it opens them.
+    """
+    before = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = None if max_pixels is None else max_pixels // 2 + 1  # it raises above twice that
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before

@@ -1,0 +1,180 @@
+"""The coordinator's side of one rank: its process, its pool, and what it was asked to do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+from encoder.sharding import CostModel
+from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion
+from ipc.pool import Extent, Pool
+from mmcache.config import Settings
+from mmcache.errors import MMCacheError, SidecarError
+from mmcache.protocol import Frame, Kind, close_all, pack_frame, parse
+from mmcache.server.batcher import Batcher, RankLostError
+from mmcache.server.children import Child
+from mmcache.server.facts import ModelFacts, facts_of, load_failure, start_failure
+from mmcache.server.ingest import Ingest
+from mmcache.server.messages import (
+    Compare,
+    Compared,
+    Copied,
+    Copy,
+    Load,
+    Loaded,
+    ModelReport,
+    Ran,
+    RankReady,
+    Run,
+    StartFailed,
+    StartRank,
+    Swap,
+    Unload,
+)
+from mmcache.transport import take_descriptors
+
+if TYPE_CHECKING:
+    from mmcache.server.ranks import Ranks
+
+MODULE = "mmcache.server.rank_process"
+
+
+class Rank:
+    """One living rank: its process, its pool and its queue. A restart makes a new one.
+
+    Attributes:
+        facts: the model that its process encodes with; None before it is warm.
+        next: facts and costs of the model that its process has loaded beside that one, if any.
+        is_ready: whether it takes work: it is warm, and its model is the one that is served.
+    """
+
+    def __init__(self, index: int, pool_id: int, ranks: Ranks, settings: Settings, ingest: Ingest) -> None:
+        self.index = index
+        self.pool_id = pool_id
+        self.cost = CostModel(0.0, 0.0, 0.0)
+        self.facts: ModelFacts | None = None
+        self.next: tuple[ModelFacts, CostModel] | None = None
+        self.is_ready = False
+        self.failure: MMCacheError | None = None
+        self.fd = -1
+        self._ranks = ranks
+        self._settings = settings
+        self._model = ranks.model
+        self._loading: tuple[str, asyncio.Future[None]] | None = None
+        self._copies: dict[int, asyncio.Future[None]] = {}
+        self._last_copy = 0
+        self._compares: dict[int, asyncio.Future[Compared]] = {}
+        threads = max(1, len(os.sched_getaffinity(0)) // settings.ranks)
+        start = StartRank(
+            model=self._model, device=settings.device, dtype=settings.dtype, num_threads=threads,
+            pool_bytes=settings.pool_bytes, deterministic=settings.deterministic, known=ranks.digests.known,
+        )  # fmt: skip
+        self.child = Child(ranks.poller, MODULE, self._on_frame, self._on_exit, {"OMP_NUM_THREADS": str(threads)})
+        self.child.send(pack_frame(Kind.START_RANK, start, fds=[ingest.region.fd]))
+        self.batcher = Batcher(self._send_run, settings.max_batch_patches)
+
+    def _adopt_pool(self, fd: int) -> None:
+        self.fd = fd
+        self.memory = ReadOnlyRegion.attach(fd, SEALS_READERS)
+        self.pool = Pool(self.pool_id, self.memory.nbytes, on_evict=self._ranks.on_evict)
+
+    def load(self, model: str) -> asyncio.Future[None]:
+        """Load a model beside the one in use, into `next`.
+
+        The future raises `ConfigError`, `CheckpointError` or `SidecarError`: why it cannot be loaded.
+        """
+        assert self._loading is None, "one model is loaded at a time"
+        done = asyncio.get_running_loop().create_future()
+        self._loading = (model, done)
+        self.child.send(pack_frame(Kind.LOAD, Load(model=model, known=self._ranks.digests.known)))
+        return done
+
+    def swap(self) -> None:
+        """Batches that are sent from now on are for the model in `next`."""
+        assert self.next is not None, "it was loaded"
+        (self.facts, self.cost), self.next = self.next, None
+        self.child.send(pack_frame(Kind.SWAP, Swap()))
+
+    def unload(self) -> None:
+        """Drop the model in `next`, if there is one."""
+        if self.next is not None:
+            self.next = None
+            self.child.send(pack_frame(Kind.UNLOAD, Unload()))
+
+    def copy(self, source: int, extent: Extent) -> asyncio.Future[None]:
+        """Copy the bytes of `extent` from the ingest region. The future raises `RankLostError`."""
+        self._last_copy += 1
+        done = self._copies[self._last_copy] = asyncio.get_running_loop().create_future()
+        copy = Copy(copy_id=self._last_copy, source=source, extent=extent.offset, nbytes=extent.nbytes)
+        self.child.send(pack_frame(Kind.COPY, copy))
+        return done
+
+    def compare(self, cached: Extent, fresh: Extent, num_tokens: int) -> asyncio.Future[Compared]:
+        """Compare two embeddings of one item. The caller keeps both meanwhile. The future raises `RankLostError`."""
+        self._last_copy += 1
+        done = self._compares[self._last_copy] = asyncio.get_running_loop().create_future()
+        compare = Compare(compare_id=self._last_copy, cached=cached.offset, fresh=fresh.offset, num_tokens=num_tokens)
+        self.child.send(pack_frame(Kind.COMPARE, compare))
+        return done
+
+    def payload(self, extent: Extent) -> memoryview:
+        """The extent's bytes, read only. The caller keeps the extent pinned meanwhile."""
+        return self.memory.view(extent.offset, extent.nbytes).data
+
+    def close_pool(self) -> None:
+        """The rank is dead and its last lease has ended: give the memory back, if it had any."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            del self.memory
+
+    def _send_run(self, run: Run) -> None:
+        self.child.send(pack_frame(Kind.RUN, run))
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame.kind == Kind.RANK_READY:
+            (fd,) = take_descriptors(frame, 1)
+            self._adopt_pool(fd)
+            self.facts, self.cost = self._described(self._model, parse(RankReady, frame))
+            self._ranks.on_ready(self)
+            return
+        close_all(frame.fds)
+        if frame.kind == Kind.RAN:
+            self.batcher.ran(parse(Ran, frame))
+        elif frame.kind == Kind.COPIED:
+            self._copies.pop(parse(Copied, frame).copy_id).set_result(None)
+        elif frame.kind == Kind.COMPARED:
+            compared = parse(Compared, frame)
+            self._compares.pop(compared.compare_id).set_result(compared)
+        elif frame.kind == Kind.START_FAILED:
+            failed = parse(StartFailed, frame)
+            self.failure = start_failure(self._settings, self._model, failed)
+        elif frame.kind == Kind.LOADED:
+            self._on_loaded(parse(Loaded, frame))
+
+    def _on_loaded(self, loaded: Loaded) -> None:
+        assert self._loading is not None, "it was asked to load"
+        (model, done), self._loading = self._loading, None
+        if loaded.report is None:
+            done.set_exception(load_failure(model, loaded))
+        else:
+            self.next = self._described(model, loaded.report)
+            done.set_result(None)
+
+    def _described(self, model: str, report: ModelReport) -> tuple[ModelFacts, CostModel]:
+        if report.identity:
+            self._ranks.digests.add(report.identity, report.weights_digest.hex())
+        return facts_of(self._settings, model, report), CostModel(*report.cost)
+
+    def _on_exit(self, reason: str) -> None:
+        waiting: list[asyncio.Future[Any]] = [*self._copies.values(), *self._compares.values()]
+        self._copies, self._compares = {}, {}
+        self._ranks.on_exit(self, reason)
+        self.batcher.lose()
+        for done in waiting:
+            done.set_exception(RankLostError())
+        if self._loading is not None:
+            (model, loading), self._loading = self._loading, None
+            why = f"rank {self.index} died while it loaded it beside the one that is served"
+            loading.set_exception(SidecarError(f"model = {model}: {why}: {reason}"))

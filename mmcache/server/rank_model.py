@@ -1,0 +1,92 @@
+"""A model as a rank has it: the encoder, ready, and what the coordinator is told about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from encoder.config import NUMERICS_VERSION
+from encoder.errors import CheckpointError
+from encoder.model import Encoder
+from encoder.source import resolve_model
+from encoder.stamps import Stamp, are_settled, stamp_files
+from encoder.weights import vision_files
+from mmcache.keys import digest_parts
+from mmcache.server.messages import ModelReport, StartRank
+
+_IDENTITY_TAG = b"mmcache weights by their files"
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """Weights in memory, warm."""
+
+    encoder: Encoder
+    report: ModelReport
+
+
+def load_model(start: StartRank, model: str, known: Mapping[str, str], before: RankModel | None = None) -> RankModel:
+    """Load a model, warm it up and describe it.
+
+    Args:
+        start: what the rank was started with: device, dtype, and whether it is deterministic.
+        model: a preset or a checkpoint folder.
+        known: digests of weights by the identity of their files; see docs/fingerprint.md.
+        before: a model whose measured speed holds for this one too, if their shapes are the same.
+
+    Raises:
+        CheckpointError: it cannot be loaded, or its files changed meanwhile.
+    """
+    folder = resolve_model(model).folder
+    began_ns = time.time_ns()
+    stamps = _stamps(folder)
+    encoder = Encoder.load(
+        model, device=start.device, dtype=getattr(torch, start.dtype), deterministic=start.deterministic
+    )
+    if stamps != _stamps(folder):
+        raise CheckpointError(f"{folder}: its files changed while they were read; try again when they are complete")
+    identity = identify(encoder, stamps) if stamps and are_settled(stamps, began_ns) else ""
+    encoder.warm_up()
+    if before is not None and before.encoder.config == encoder.config:
+        cost = before.report.cost
+    else:
+        measured = encoder.calibrate()
+        cost = [measured.seconds_per_launch, measured.seconds_per_patch, measured.seconds_per_patch_squared]
+    report = ModelReport(
+        weights_digest=bytes.fromhex(known[identity]) if identity in known else digest_weights(encoder),
+        identity=identity,
+        model_config_json=encoder.config.canonical(),
+        processor_json=encoder.processor.canonical(),
+        numerics_version=NUMERICS_VERSION,
+        dim=encoder.config.text_width,
+        cost=cost,
+    )
+    return RankModel(encoder, report)
+
+
+def digest_weights(encoder: Encoder) -> bytes:
+    """Digest of every tensor's name, dtype, shape and bytes, in the order of names."""
+
+    def parts() -> list[bytes | memoryview]:
+        found: list[bytes | memoryview] = []
+        for name, tensor in encoder.tensors():
+            found.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.append(tensor.contiguous().view(torch.uint8).numpy().data.cast("B"))
+        return found
+
+    return digest_parts(parts())
+
+
+def identify(encoder: Encoder, stamps: Sequence[Stamp]) -> str:
+    """Name what was loaded from files in this state, by all that decides the tensors: 32 hex digits."""
+    how = f"{NUMERICS_VERSION} {encoder.dtype} {encoder.config.canonical()}"
+    return digest_parts((_IDENTITY_TAG, how.encode(), *map(bytes, stamps))).hex()
+
+
+def _stamps(folder: Path | None) -> tuple[Stamp, ...]:
+    """The state of the files that the weights are read from; of a preset, none."""
+    return () if folder is None else stamp_files(vision_files(folder))

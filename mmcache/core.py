@@ -22,6 +22,7 @@ from mmcache.errors import (
     SidecarUnavailable,
     UnreadableItem,
 )
+from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.keys import KeyHasher
 from mmcache.lease import Lease, Served
 from mmcache.parts import Part
@@ -36,11 +37,8 @@ from mmcache.protocol import (
     Acknowledge,
     Bye,
     Cancel,
-    Frame,
     Hello,
-    Kind,
     ModelChanged,
-    OutgoingFrame,
     PoolAdded,
     PoolGone,
     Refused,
@@ -50,9 +48,6 @@ from mmcache.protocol import (
     Supply,
     Unsettled,
     Welcome,
-    close_all,
-    pack_frame,
-    parse,
 )
 from mmcache.transport import take_descriptors
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from mmcache.errors import ConnectionLost, ProtocolError
-from mmcache.protocol import MAX_DESCRIPTORS, Frame, FrameReader, OutgoingFrame, close_all
+from mmcache.framing import MAX_DESCRIPTORS, Frame, FrameReader, OutgoingFrame, close_all
 
 RECEIVE_BYTES = 1 << 16
 ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)

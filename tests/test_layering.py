@@ -20,7 +20,7 @@ LEAVES = {"_version", "paths", "sizes"}
 
 # A part of mmcache is a subpackage, or a group of modules. Every part may import itself, errors and the leaves.
 GROUPS = {
-    "protocol": {"protocol", "transport"},
+    "protocol": {"framing", "protocol", "transport"},
     "config": {"config", "config_sources"},
     "client": {"__init__", "client", "core", "lease", "parts"},
     "cli": {"__main__"},

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from mmcache.errors import ProtocolError
-from mmcache.protocol import Frame, FrameReader, OutgoingFrame
+from mmcache.framing import Frame, FrameReader, OutgoingFrame
 from mmcache.transport import receive_once, rights
 
 log = logging.getLogger(__name__)

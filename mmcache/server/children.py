@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from mmcache.protocol import Frame, OutgoingFrame
+from mmcache.framing import Frame, OutgoingFrame
 from mmcache.server.channel import Channel, Poller
 from mmcache.transport import BlockingChannel, raise_descriptor_limit
 

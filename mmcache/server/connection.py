@@ -15,6 +15,7 @@ from ipc.control import ControlMemory
 from ipc.leases import Holder
 from mmcache._version import __version__
 from mmcache.errors import ItemError, ProtocolError, ProtocolMismatch
+from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.protocol import (
     ACKNOWLEDGEMENT,
     PROTOCOL_VERSION,
@@ -22,20 +23,14 @@ from mmcache.protocol import (
     AnyHello,
     Bye,
     Cancel,
-    Frame,
     Hello,
-    Kind,
     ModelChanged,
-    OutgoingFrame,
     PoolAdded,
     PoolGone,
     Refused,
     Reload,
     StatsReply,
     Supply,
-    close_all,
-    pack_frame,
-    parse,
     parse_encode,
 )
 from mmcache.server.channel import Channel

@@ -7,8 +7,8 @@ import sys
 
 from ipc.memory_shm import SEALS_FROZEN, ReadOnlyRegion, SharedRegion
 from mmcache.errors import ConnectionLost, ContentMismatch, ItemError
+from mmcache.framing import Frame, Kind, pack_frame, parse
 from mmcache.keys import KeyHasher
-from mmcache.protocol import Frame, Kind, pack_frame, parse
 from mmcache.server.children import connect_to_parent
 from mmcache.server.messages import Drop, Fill, Filled, Probe, Probed, StartDecoder
 from mmcache.server.pixels import OpenedMedia

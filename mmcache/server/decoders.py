@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from ipc.memory_shm import sealed_copy
 from mmcache.errors import ITEM_ERRORS, EncodeFailed, ItemError, ProtocolError, SidecarError, UndecodableImage
+from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
 from mmcache.keys import KeyHasher
 from mmcache.media import ARRAY
-from mmcache.protocol import Frame, Kind, close_all, pack_frame, parse
 from mmcache.server.channel import Poller
 from mmcache.server.children import Child, restart_delay_s
 from mmcache.server.ingest import Ingest, IngestBusyError, IngestSlice

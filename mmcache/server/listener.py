@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmcache.errors import ConfigError, SidecarRunning, SidecarUnavailable
-from mmcache.protocol import Kind, Refused, pack_frame
+from mmcache.framing import Kind, pack_frame
+from mmcache.protocol import Refused
 from mmcache.transport import peer_of
 
 log = logging.getLogger(__name__)

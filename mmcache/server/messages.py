@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, Field
 
-from mmcache.protocol import Message
+from mmcache.framing import Message
 
 
 def pixels_shape(num_frames: int, height: int, width: int) -> tuple[int, ...]:

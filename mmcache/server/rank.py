@@ -11,7 +11,7 @@ from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion
 from ipc.pool import Extent, Pool
 from mmcache.config import Settings
 from mmcache.errors import MMCacheError, SidecarError
-from mmcache.protocol import Frame, Kind, close_all, pack_frame, parse
+from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
 from mmcache.server.batcher import Batcher, RankLostError
 from mmcache.server.children import Child
 from mmcache.server.facts import ModelFacts, facts_of, load_failure, start_failure

@@ -23,7 +23,7 @@ from encoder.source import resolve_model
 from ipc.errors import IpcError
 from ipc.memory_shm import ReadOnlyRegion, SharedRegion
 from mmcache.errors import ConfigError, ConnectionLost
-from mmcache.protocol import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
+from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.server.children import connect_to_parent
 from mmcache.server.messages import (
     Compare,

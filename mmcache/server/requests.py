@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmcache.errors import ItemError
-from mmcache.protocol import GRANT, GRANT_HEAD, KEY_BYTES, RESULTS_HEAD, SUPPLY_WINDOW, Kind, Unsettled, pack_frame
+from mmcache.framing import Kind, pack_frame
+from mmcache.protocol import GRANT, GRANT_HEAD, KEY_BYTES, RESULTS_HEAD, SUPPLY_WINDOW, Unsettled
 
 if TYPE_CHECKING:
     from ipc.leases import Holder, Share

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -44,7 +44,7 @@ def as_rgb(pixels: Array) -> Array:
 
 
 @st.composite
-def views(draw: st.DrawFn) -> Array:
+def views(draw: st.DrawFn, steps: tuple[int, ...] = (-2, -1, 1, 2), may_repeat: bool = True) -> Array:
     """A view of pixels: axes in any order in memory, sliced with any step, one of them perhaps repeated."""
     shape = draw(st.sampled_from([(5, 6), (4, 7, 3), (3, 5, 4, 3), (1, 1), (1, 9, 3), (4, 1, 1, 3)]))
     order = draw(st.permutations(range(len(shape))))
@@ -53,9 +53,9 @@ def views(draw: st.DrawFn) -> Array:
     )
     view = base.transpose(np.argsort(order))
     for axis, side in enumerate(shape):
-        step = draw(st.sampled_from([-2, -1, 1, 2]))
+        step = draw(st.sampled_from(steps))
         view = np.moveaxis(np.moveaxis(view, axis, 0)[::step][:side], 0, axis)
-    if draw(st.booleans()):
+    if may_repeat and draw(st.booleans()):
         axis = draw(st.integers(0, len(shape) - 1))
         view = np.broadcast_to(np.moveaxis(np.moveaxis(view, axis, 0)[:1], 0, axis), shape)
     assert view.shape == shape
@@ -69,13 +69,9 @@ def test_every_layout_is_the_item_that_its_copy_is(view: Array) -> None:
     np.testing.assert_array_equal(decoded(view), as_rgb(copy))
 
 
-@given(views())
+@given(views(steps=(1, 2), may_repeat=False))
 def test_every_layout_of_a_tensor_too(view: Array) -> None:
-    assume(all(stride >= 0 for stride in view.strides))  # a tensor has no others
-    tensor = torch.as_strided(
-        torch.from_numpy(view.base if view.base is not None else view), view.shape, (0,) * view.ndim
-    )
-    assert key(tensor) == key(np.broadcast_to(tensor.numpy(), view.shape).copy())
+    assert key(torch.from_numpy(view)) == key(view.copy(order="C"))
 
 
 class Subclass(np.ndarray):
@@ -104,6 +100,7 @@ def test_arrays_that_are_the_same_picture(name: str) -> None:
     np.testing.assert_array_equal(decoded(array), PIXELS)
 
 
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 def test_a_mapped_file_and_a_matrix(tmp_path: Path) -> None:
     PIXELS.tofile(tmp_path / "pixels")
     assert key(np.memmap(tmp_path / "pixels", np.uint8, "r", shape=PIXELS.shape)) == key(PIXELS)
@@ -143,6 +140,7 @@ def test_layouts_give_the_same_embeddings(client: mmcache.Client) -> None:
     assert {lease.key for lease in leases} == {client.key(PIXELS)}
     for lease in leases:
         np.testing.assert_array_equal(lease.numpy(), leases[0].numpy())
+    for lease in leases:
         lease.release()
 
 
@@ -282,18 +280,19 @@ def test_tensors_of_other_dtypes(dtype: torch.dtype) -> None:
         describe(torch.zeros(5, 6, 3).to(dtype), 0, LIMIT)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize(
-    "tensor",
+    "make",
     [
-        torch.zeros(5, 6, 3, dtype=torch.uint8).to_sparse(),
-        torch.zeros(5, 6, 3, dtype=torch.uint8, device="meta"),
-        torch.nested.nested_tensor([torch.zeros(5, 6, 3, dtype=torch.uint8)] * 2),
+        lambda tensor: tensor.to_sparse(),
+        lambda tensor: tensor.to("meta"),
+        lambda tensor: torch.nested.nested_tensor([tensor, tensor]),
     ],
     ids=["sparse", "meta", "nested"],
 )
-def test_tensors_without_dense_memory(tensor: torch.Tensor) -> None:
+def test_tensors_without_dense_memory(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(UnsupportedItem, match="dense and on the CPU"):
-        describe(tensor, 0, LIMIT)
+        describe(make(torch.zeros(5, 6, 3, dtype=torch.uint8)), 0, LIMIT)
 
 
 def test_a_tensor_inside_a_transform_is_refused() -> None:
@@ -331,7 +330,7 @@ def test_headers_that_do_not_fit_their_bytes(shape: str) -> None:
 
 def test_pixels_are_bounded_in_every_shape() -> None:
     for shape, says in (((8, 8), "8×8 is 64"), ((8, 8, 3), "8×8 is 64"), ((4, 4, 4, 3), "4 frames of 4×4 are 64")):
-        assert decoded(np.zeros(shape, np.uint8), 64).shape[-3:-1] == shape[-3:-1] or len(shape) == 2
+        assert decoded(np.zeros(shape, np.uint8), 64).shape[:2] == shape[:2]
         with pytest.raises(ImageTooLarge, match=rf"{says} pixels, the limit is 63.*max_pixels"):
             decoded(np.zeros(shape, np.uint8), 63)
     with pytest.raises(ImageTooLarge):

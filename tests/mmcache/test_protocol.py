@@ -15,21 +15,8 @@ from hypothesis import strategies as st
 import mmcache
 from ipc.memory_shm import sealed_copy
 from mmcache.errors import ProtocolError
-from mmcache.protocol import (
-    ENCODE_HEAD,
-    MAGIC,
-    MAX_BODY_BYTES,
-    PREFIX,
-    Cancel,
-    FrameReader,
-    Hello,
-    Kind,
-    StatsRequest,
-    Supply,
-    Unsettled,
-    pack_frame,
-    parse,
-)
+from mmcache.framing import MAGIC, MAX_BODY_BYTES, PREFIX, FrameReader, Kind, pack_frame, parse
+from mmcache.protocol import ENCODE_HEAD, Cancel, Hello, StatsRequest, Supply, Unsettled
 from mmcache.transport import BlockingChannel, receive_once, rights
 from tests.mmcache.support import SidecarProcess, eventually, image
 

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import mmcache
+from mmcache.framing import Kind, pack_frame
 from mmcache.keys import KeyHasher
 from mmcache.parts import cut
+from mmcache.protocol import ENCODE_HEAD
 from tests.mmcache.support import SidecarProcess, eventually, image
 
 
@@ -57,12 +59,10 @@ def test_sixteen_clients_one_encode(tmp_path: Path) -> None:
 
 def test_a_dead_supplier_is_replaced(sidecar: SidecarProcess) -> None:
     """The client that was asked for the bytes closes instead: the next one that waits is asked."""
-    from mmcache.protocol import ENCODE_HEAD, Kind, pack_frame
-
     picture = image(2)
     silent = sidecar.connect()
     key = silent.key(picture)
-    silent._channel.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 60_000) + key))
+    silent._channel.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 60_000, False) + key))
     assert silent._channel.receive(None).kind == Kind.POOL_ADDED
     assert b'"need":[0]' in silent._channel.receive(None).header
     with sidecar.connect() as patient:
@@ -79,11 +79,9 @@ def test_a_dead_supplier_is_replaced(sidecar: SidecarProcess) -> None:
 
 def test_a_stalled_supplier_does_not_block_others(sidecar: SidecarProcess) -> None:
     """The client that was asked for the bytes neither sends them nor dies."""
-    from mmcache.protocol import ENCODE_HEAD, Kind, pack_frame
-
     with sidecar.connect() as silent, sidecar.connect() as patient:
         key = silent.key(image(2))
-        silent._channel.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 60_000) + key))
+        silent._channel.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 60_000, False) + key))
         with patient.encode([image(2)])[0] as lease:
             assert lease.origin == "encoded"
 

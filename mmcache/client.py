@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,24 +13,21 @@ from typing import Any, Literal, Self, cast
 
 from mmcache.core import ClientCore, PendingEncode
 from mmcache.errors import (
-    CheckpointError,
     ClientClosed,
-    ConfigError,
     ConnectionLost,
     EncodeError,
     ItemError,
-    MMCacheError,
     ProtocolError,
     RequestTimeout,
-    SidecarError,
-    SidecarUnavailable,
 )
+from mmcache.handshake import connected, shake_hands
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.lease import Lease
 from mmcache.media import describe
-from mmcache.parts import cut
+from mmcache.parts import cut, is_one_item
 from mmcache.paths import default_socket
 from mmcache.transport import BlockingChannel
+from mmcache.turns import Turns
 
 __all__ = ["Client", "Lease", "connect"]
 
@@ -44,8 +40,6 @@ SPIN_S = 300e-6
 """A call polls this long for its answer before it sleeps; an answer from the pool comes sooner."""
 SERVER_MARGIN_S = 0.25
 """The sidecar is told to give up this much before the client does, so that its error says more than a timeout."""
-
-RELOAD_ERRORS: dict[str, type[MMCacheError]] = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
 
 Item = Any
 """bytes, a path (str or Path), a PIL image, or a uint8 numpy array or CPU tensor of any memory layout: H×W×3 (RGB), H×W
@@ -93,17 +87,18 @@ class Client:
         self._path = Path(socket) if socket is not None else default_socket(os.environ)
         self._timeout_s = timeout
         self._pid = os.getpid()
-        self._turn = threading.RLock()  # a signal handler or a finalizer may close in the middle of a call
+        self._turns = Turns()
         self._lost: str | None = None
         self._is_closed = False
-        self._is_in_call = False
         deadline = time.monotonic() + timeout
-        self._channel = BlockingChannel(_connected(self._path, deadline), spin_s=SPIN_S)
+        self._channel = BlockingChannel(connected(self._path, deadline), spin_s=SPIN_S)
+        name = name or Path(sys.argv[0] or "python").name
         try:
-            self._core = self._shake_hands(name or Path(sys.argv[0] or "python").name, namespace, deadline)
+            welcome, control_fd = shake_hands(self._channel, self._path, name, namespace, deadline)
         except BaseException:
             self._channel.close()
             raise
+        self._core = ClientCore(welcome, control_fd, namespace)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -147,7 +142,7 @@ class Client:
         """
         if errors not in ("raise", "return"):
             raise ValueError(f'errors must be "raise" or "return", got {errors!r}')
-        if _is_one_item(items):
+        if is_one_item(items):
             what = type(items).__name__
             raise TypeError(f"items must be a list of items; for one {what} give [item], for a batch list(batch)")
         items = list(items)
@@ -161,8 +156,6 @@ class Client:
 
     def stats(self) -> dict[str, Any]:
         """The sidecar's counters, nested. One round trip."""
-        import json
-
         with self._call() as deadline:
             self._core.ask_stats()
             self._exchange(lambda: self._core.stats_reply is not None, deadline)
@@ -187,9 +180,7 @@ class Client:
         with self._call() as deadline:
             self._core.ask_reload(name, os.path.abspath(os.path.expanduser(name)) if name else "")
             self._exchange(lambda: self._core.reload_reply is not None, deadline)
-            reply = self._core.reload_reply
-        if reply is not None and reply.error:
-            raise RELOAD_ERRORS.get(reply.error, SidecarError)(reply.reason)
+        self._core.check_reload()
         return self.fingerprint
 
     def close(self) -> None:
@@ -199,7 +190,7 @@ class Client:
         """
         if self._is_closed or os.getpid() != self._pid:
             return
-        with self._turn:
+        with self._turns.lock:  # in the middle of this thread's own call too
             self._is_closed = True
             try:
                 self._core.release_all()
@@ -248,21 +239,10 @@ class Client:
     @contextlib.contextmanager
     def _call(self) -> Iterator[float]:
         """One thread's turn; gives its deadline."""
-        deadline = time.monotonic() + self._timeout_s
         self._check_usable()
-        if not self._turn.acquire(timeout=self._timeout_s):
-            raise RequestTimeout(f"another thread's call took all of {self._timeout_s:g} s")
-        try:
+        with self._turns.taken(self._timeout_s) as deadline:
             self._check_usable()
-            if self._is_in_call:
-                raise ClientClosed("a call of this thread is under way; a signal handler may only close the client")
-            self._is_in_call = True
-            try:
-                yield deadline
-            finally:
-                self._is_in_call = False
-        finally:
-            self._turn.release()
+            yield deadline
 
     def _exchange(self, is_done: Callable[[], bool], deadline: float) -> None:
         """Send what waits and receive until `is_done`."""
@@ -318,41 +298,3 @@ class Client:
             raise ClientClosed("the client is closed")
         if self._lost is not None:
             raise ConnectionLost(f"the sidecar at {self._path} went away: {self._lost}; connect again")
-
-    def _shake_hands(self, name: str, namespace: str, deadline: float) -> ClientCore:
-        try:
-            # A sidecar that refuses may have closed already; what it said first is still there to be read.
-            with contextlib.suppress(ConnectionLost):
-                self._channel.send(ClientCore.hello(name[:128], namespace, os.pidfd_open(self._pid)), deadline)
-            return ClientCore.from_welcome(self._channel.receive(deadline), namespace)
-        except TimeoutError:
-            raise RequestTimeout(f"{self._path} did not answer the handshake in time") from None
-        except ConnectionLost as error:
-            raise SidecarUnavailable(f"{self._path} closed the connection: {error}") from error
-
-
-def _is_one_item(items: Any) -> bool:
-    """Whether what should be a list is an item, or pixels that could be one item or several."""
-    if isinstance(items, str | bytes | bytearray | memoryview | os.PathLike) or not hasattr(items, "__iter__"):
-        return True
-    num_axes = getattr(items, "ndim", 1)
-    holds_numbers = hasattr(items, "dtype") and getattr(items.dtype, "kind", "u") in "biufc"
-    return num_axes != 1 or holds_numbers
-
-
-def _connected(path: Path, deadline: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(max(0.001, deadline - time.monotonic()))
-        sock.connect(os.fspath(path))
-    except OSError as error:
-        sock.close()
-        reasons = {
-            FileNotFoundError: "no such socket",
-            ConnectionRefusedError: "nobody listens there any more",
-            PermissionError: "not permitted; only the user that runs the sidecar may connect",
-        }
-        why = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), str(error))
-        hint = f"start one with `mmcache serve --socket {path}`"
-        raise SidecarUnavailable(f"no sidecar at {path}: {why}; {hint}") from error
-    return sock

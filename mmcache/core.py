@@ -13,13 +13,13 @@ from contextlib import suppress
 from ipc.control import ControlMemory
 from ipc.errors import IpcError
 from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion, sealed_copy
-from mmcache._version import __version__
 from mmcache.errors import (
     ITEM_ERRORS,
+    CheckpointError,
+    ConfigError,
     ItemError,
     ProtocolError,
-    ProtocolMismatch,
-    SidecarUnavailable,
+    SidecarError,
     UnreadableItem,
 )
 from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
@@ -31,17 +31,14 @@ from mmcache.protocol import (
     ENCODE_HEAD,
     GRANT,
     MAX_TIMEOUT_MS,
-    PROTOCOL_VERSION,
     RESULTS_HEAD,
     SUPPLY_WINDOW,
     Acknowledge,
     Bye,
     Cancel,
-    Hello,
     ModelChanged,
     PoolAdded,
     PoolGone,
-    Refused,
     Reload,
     Reloaded,
     StatsRequest,
@@ -117,30 +114,6 @@ class ClientCore:
         """Whether this process opened the connection; a forked child must not acknowledge its parent's shares."""
         return self._getpid() == self._pid
 
-    @staticmethod
-    def hello(name: str, namespace: str, pidfd: int) -> OutgoingFrame:
-        """The first frame. The descriptor is closed once it is sent."""
-        hello = Hello(protocol=PROTOCOL_VERSION, version=__version__, name=name, namespace=namespace)
-        return pack_frame(Kind.HELLO, hello, fds=[pidfd], owned=True)
-
-    @classmethod
-    def from_welcome(cls, frame: Frame, namespace: str) -> ClientCore:
-        """Read the sidecar's answer.
-
-        Raises:
-            SidecarUnavailable, ProtocolMismatch, ProtocolError: it refused, or speaks otherwise.
-        """
-        if frame.kind == Kind.REFUSED:
-            close_all(frame.fds)
-            refused = parse(Refused, frame)
-            kind = {"ProtocolMismatch": ProtocolMismatch, "ProtocolError": ProtocolError}.get(refused.error)
-            raise (kind or SidecarUnavailable)(refused.reason)
-        if frame.kind != Kind.WELCOME:
-            close_all(frame.fds)
-            raise ProtocolError(f"frame of kind {frame.kind} where WELCOME belongs")
-        (control_fd,) = take_descriptors(frame, 1)
-        return cls(parse(Welcome, frame), control_fd, namespace)
-
     def encode(self, part: Part, timeout_s: float) -> PendingEncode:
         """Start a request for the items of `part`."""
         self._last_request = (self._last_request + 1) & 0xFFFFFFFF
@@ -171,6 +144,13 @@ class ClientCore:
         self.reload_reply = None
         self._last_reload += 1
         self.outbox.append(pack_frame(Kind.RELOAD, Reload(reload_id=self._last_reload, model=model, folder=folder)))
+
+    def check_reload(self) -> None:
+        """Raise the ConfigError, CheckpointError or SidecarError that the last reload ended with, if it did."""
+        reply = self.reload_reply
+        if reply is not None and reply.error:
+            kinds = {"ConfigError": ConfigError, "CheckpointError": CheckpointError}
+            raise kinds.get(reply.error, SidecarError)(reply.reason)
 
     def receive(self, frame: Frame) -> None:
         """Take a frame in.

@@ -160,7 +160,8 @@ def _described_path(item: str | os.PathLike[str], index: int, max_bytes: int) ->
 
 
 def _described_array(array: np.ndarray[Any, Any], index: int, max_bytes: int) -> Media:
-    source = _checked_array(array.shape, array.dtype.name, "array", index)
+    dtype = "uint8" if array.dtype == np.uint8 else array.dtype.name  # a name takes longer than a comparison
+    source = _checked_array(array.shape, dtype, "array", index)
     if isinstance(array, np.ma.MaskedArray):
         raise UnsupportedItem("a masked array has no pixels where its mask is; x.filled(0)", index=index, source=source)
     return _media_of_array(array, source, index, max_bytes)

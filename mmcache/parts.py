@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from mmcache.errors import ItemError
 from mmcache.keys import ContentKey
@@ -57,3 +58,12 @@ def cut(
             part = Part()
     if part.keys:
         yield part
+
+
+def is_one_item(items: Any) -> bool:
+    """Whether what should be a list is an item, or pixels that could be one item or several."""
+    if isinstance(items, str | bytes | bytearray | memoryview | os.PathLike) or not hasattr(items, "__iter__"):
+        return True
+    num_axes = getattr(items, "ndim", 1)
+    holds_numbers = hasattr(items, "dtype") and getattr(items.dtype, "kind", "u") in "biufc"
+    return num_axes != 1 or holds_numbers

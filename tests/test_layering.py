@@ -22,7 +22,7 @@ LEAVES = {"_version", "paths", "sizes"}
 GROUPS = {
     "protocol": {"framing", "protocol", "transport"},
     "config": {"config", "config_sources"},
-    "client": {"__init__", "client", "core", "lease", "parts"},
+    "client": {"__init__", "client", "core", "handshake", "lease", "parts", "turns"},
     "cli": {"__main__"},
 }
 TORCH_FREE_ENCODER = {"encoder.sizing", "encoder.sharding"}

@@ -27,7 +27,7 @@ from mmcache.server.rank import Rank
 from mmcache.server.ranks import Ranks
 from mmcache.server.reload import Reloads
 from mmcache.server.requests import Flight, Request
-from mmcache.server.stats import Stats, snapshot
+from mmcache.server.stats import Stats, biggest_holders, snapshot
 from mmcache.server.verify import Verifier
 from mmcache.tiers.tiered import TieredStore
 
@@ -226,7 +226,7 @@ class Coordinator:
 
     def late_errors(self) -> Callable[[Flight], ItemError]:
         """Gives the error of each position that is open at its request's deadline; looks for the holders once."""
-        holders = functools.cache(self._biggest_holders)
+        holders = functools.cache(lambda: biggest_holders(self))
 
         def late_error(flight: Flight) -> ItemError:
             if not self.ranks.ready:
@@ -236,12 +236,6 @@ class Coordinator:
             return DeadlineExceeded(f"the deadline passed while it was {flight.stage}")
 
         return late_error
-
-    def _biggest_holders(self) -> str:
-        holders = [connection.holder for connection in self.connections if connection.holder is not None]
-        sizes = sorted(((holder.bytes_held, holder) for holder in holders), key=lambda pair: pair[0], reverse=True)
-        named = [f"{h.name} (pid {h.pid}): {h.num_active} leases, {size} bytes" for size, h in sizes[:3] if size]
-        return "; ".join(named) or "nobody: what is in it is being written, or stored"
 
     def _pool_added(self, rank: Rank) -> None:
         self._ranks_by_pool[rank.pool_id] = rank

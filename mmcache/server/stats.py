@@ -95,3 +95,11 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
         "store": coordinator.store.counters(),
         "verify": dict(coordinator.verifier.counters),
     }
+
+
+def biggest_holders(coordinator: Coordinator) -> str:
+    """Who keeps most of the pools, for people."""
+    holders = [connection.holder for connection in coordinator.connections if connection.holder is not None]
+    sizes = sorted(((holder.bytes_held, holder) for holder in holders), key=lambda pair: pair[0], reverse=True)
+    named = [f"{h.name} (pid {h.pid}): {h.num_active} leases, {size} bytes" for size, h in sizes[:3] if size]
+    return "; ".join(named) or "nobody: what is in it is being written, or stored"

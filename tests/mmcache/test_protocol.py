@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import mmcache
 from ipc.memory_shm import sealed_copy
 from mmcache.errors import ProtocolError
 from mmcache.framing import MAGIC, MAX_BODY_BYTES, PREFIX, FrameReader, Kind, pack_frame, parse
+from mmcache.handshake import shake_hands
 from mmcache.protocol import ENCODE_HEAD, Cancel, Hello, StatsRequest, Supply, Unsettled
 from mmcache.transport import BlockingChannel, receive_once, rights
 from tests.mmcache.support import SidecarProcess, eventually, image
@@ -169,15 +171,12 @@ def test_garbage_costs_only_its_own_connection(shared_sidecar: SidecarProcess, d
         client.encode([image(1)])[0].release()
 
 
-def test_another_protocol_version_is_named(shared_sidecar: SidecarProcess) -> None:
-    from mmcache.core import ClientCore
+def test_another_protocol_version_is_named(shared_sidecar: SidecarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmcache import handshake
 
-    channel = BlockingChannel(raw(shared_sidecar))
-    pidfd = os.pidfd_open(os.getpid())
-    channel.send(pack_frame(Kind.HELLO, Hello(protocol=99), fds=[pidfd], owned=True))
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 99)
     with pytest.raises(mmcache.ProtocolMismatch, match=r"protocol 99, this sidecar \(.*\) speaks 1"):
-        ClientCore.from_welcome(channel.receive(), "")
-    channel.close()
+        shared_sidecar.connect()
 
 
 def test_a_pidfd_of_another_process_is_refused(shared_sidecar: SidecarProcess) -> None:
@@ -270,11 +269,9 @@ def test_a_client_can_neither_write_nor_shorten_the_pool(sidecar: SidecarProcess
     import fcntl
     import mmap
 
-    from mmcache.core import ClientCore
-
     channel = BlockingChannel(raw(sidecar))
-    channel.send(ClientCore.hello("writer", "", os.pidfd_open(os.getpid())))
-    os.close(channel.receive().fds[0])
+    _, control_fd = shake_hands(channel, sidecar.socket, "writer", "", time.monotonic() + 20)
+    os.close(control_fd)
     (fd,) = channel.receive().fds
     size = os.fstat(fd).st_size
     with pytest.raises(PermissionError):

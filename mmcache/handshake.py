@@ -1,0 +1,68 @@
+"""The first two frames of a connection, seen from the client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+
+from mmcache._version import __version__
+from mmcache.errors import ConnectionLost, ProtocolError, ProtocolMismatch, RequestTimeout, SidecarUnavailable
+from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
+from mmcache.protocol import PROTOCOL_VERSION, Hello, Refused, Welcome
+from mmcache.transport import BlockingChannel, take_descriptors
+
+
+def connected(path: Path, deadline: float) -> socket.socket:
+    """A socket connected to the sidecar at `path`. Raises `SidecarUnavailable`, which says why and what to do."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        sock.connect(os.fspath(path))
+    except OSError as error:
+        sock.close()
+        reasons = {
+            FileNotFoundError: "no such socket",
+            ConnectionRefusedError: "nobody listens there any more",
+            PermissionError: "not permitted; only the user that runs the sidecar may connect",
+        }
+        why = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), str(error))
+        hint = f"start one with `mmcache serve --socket {path}`"
+        raise SidecarUnavailable(f"no sidecar at {path}: {why}; {hint}") from error
+    return sock
+
+
+def shake_hands(
+    channel: BlockingChannel, path: Path, name: str, namespace: str, deadline: float
+) -> tuple[Welcome, int]:
+    """Say who this is; return the sidecar's answer and the descriptor of the control memory, the caller's from now on.
+
+    Raises:
+        SidecarUnavailable, ProtocolMismatch, ProtocolError: it refused, closed, or speaks otherwise.
+        RequestTimeout: it did not answer.
+    """
+    hello = Hello(protocol=PROTOCOL_VERSION, version=__version__, name=name[:128], namespace=namespace)
+    try:
+        # A sidecar that refuses may have closed already; what it said first is still there to be read.
+        with contextlib.suppress(ConnectionLost):
+            channel.send(pack_frame(Kind.HELLO, hello, fds=[os.pidfd_open(os.getpid())], owned=True), deadline)
+        return _welcome(channel.receive(deadline))
+    except TimeoutError:
+        raise RequestTimeout(f"{path} did not answer the handshake in time") from None
+    except ConnectionLost as error:
+        raise SidecarUnavailable(f"{path} closed the connection: {error}") from error
+
+
+def _welcome(frame: Frame) -> tuple[Welcome, int]:
+    if frame.kind == Kind.REFUSED:
+        close_all(frame.fds)
+        refused = parse(Refused, frame)
+        kind = {"ProtocolMismatch": ProtocolMismatch, "ProtocolError": ProtocolError}.get(refused.error)
+        raise (kind or SidecarUnavailable)(refused.reason)
+    if frame.kind != Kind.WELCOME:
+        close_all(frame.fds)
+        raise ProtocolError(f"frame of kind {frame.kind} where WELCOME belongs")
+    (control_fd,) = take_descriptors(frame, 1)
+    return parse(Welcome, frame), control_fd

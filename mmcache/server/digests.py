@@ -36,7 +36,7 @@ class DigestCache:
             self.known = _parsed(_read_own(self._path))
         except FileNotFoundError:
             self.known = {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             log.warning("%s is not used: %s", self._path, error)
             self.known = {}
 

@@ -156,6 +156,8 @@ class Rank:
     def _on_loaded(self, loaded: Loaded) -> None:
         assert self._loading is not None, "it was asked to load"
         (model, done), self._loading = self._loading, None
+        if done.cancelled():  # the sidecar stops
+            return
         if loaded.report is None:
             done.set_exception(load_failure(model, loaded))
         else:
@@ -175,6 +177,7 @@ class Rank:
         for done in waiting:
             done.set_exception(RankLostError())
         if self._loading is not None:
-            (model, loading), self._loading = self._loading, None
+            (model, done), self._loading = self._loading, None
             why = f"rank {self.index} died while it loaded it beside the one that is served"
-            loading.set_exception(SidecarError(f"model = {model}: {why}: {reason}"))
+            if not done.cancelled():
+                done.set_exception(SidecarError(f"model = {model}: {why}: {reason}"))

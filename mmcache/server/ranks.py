@@ -106,10 +106,7 @@ class Ranks:
         await self._one_warm_rank(model)
         try:
             while missing := [rank for rank in self._living() if rank.facts is not None and rank.next is None]:
-                loads = [rank.load(model) for rank in missing]
-                await asyncio.wait(loads)
-                for failure in filter(None, [load.exception() for load in loads]):
-                    raise failure
+                await _all_done([rank.load(model) for rank in missing])
             found = [rank.next[0] for rank in self._living() if rank.next is not None]
             if not found:
                 raise SidecarError(f"model = {model}: no rank is alive any more")
@@ -214,3 +211,15 @@ class Ranks:
         self._deaths_in_a_row[index] += 1
         self.num_restarts += 1
         self._loop.call_later(delay_s, self._spawn, index)
+
+
+async def _all_done(loads: list[asyncio.Future[None]]) -> None:
+    """Wait for all, however each ends; then raise the first failure. Who cancels this cancels them."""
+    try:
+        await asyncio.wait(loads)
+    except asyncio.CancelledError:
+        for load in loads:
+            load.cancel()
+        raise
+    for failure in filter(None, [load.exception() for load in loads]):
+        raise failure

@@ -38,6 +38,7 @@ class Reloads:
             return
         model = reload.model if reload.model in PRESETS else reload.folder
         self._task = self._loop.create_task(self._reload(model or self._home.facts.model, reload.reload_id, reply))
+        self._task.add_done_callback(self._ended)
 
     def cancel(self) -> None:
         """Drop what is under way: the sidecar stops."""
@@ -52,6 +53,11 @@ class Reloads:
             reply(Reloaded(reload_id=reload_id, error=type(error).__name__, reason=str(error)[:4000]))
         else:
             reply(Reloaded(reload_id=reload_id))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            log.error("internal error in a reload", exc_info=fault)
+            self._home.stats.errors["Internal"] += 1
 
     async def _load_and_switch(self, model: str) -> None:
         ranks = self._home.ranks

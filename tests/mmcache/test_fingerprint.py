@@ -301,9 +301,12 @@ def test_weights_replaced_between_two_starts(tmp_path: Path) -> None:
     """Real sidecars: the cache is written once the files have settled, used, and never hides a change."""
     folder = write_checkpoint(tmp_path / "model", 1)
     digests = tmp_path / "state" / "digests.json"
+    now = time.time()
+    os.utime(folder / "model.safetensors", (now, now + 3600))
     with SidecarProcess(tmp_path, model=str(folder)) as sidecar:
         first = sidecar.stats()["fingerprint"]
-    assert not digests.exists(), "the files had just been written"
+    assert not digests.exists(), "a file from the future is never settled"
+    os.utime(folder / "model.safetensors", (now, now))
     time.sleep(stamps.SETTLED_NS / 1e9)
     with SidecarProcess(tmp_path, model=str(folder), ranks="2") as sidecar:
         assert sidecar.stats()["fingerprint"] == first

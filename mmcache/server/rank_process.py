@@ -7,6 +7,7 @@ behind a batch, and one loads the next model while the one in use goes on.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import queue
@@ -56,7 +57,7 @@ class Rank:
         self._sending = threading.Lock()
         self._start = start
         self._batches: queue.SimpleQueue[Run | Compare | RankModel | None] = queue.SimpleQueue()
-        self._loads: queue.SimpleQueue[Load] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()  # None: a model was dropped
         torch.set_num_threads(start.num_threads)
         self._dtype: torch.dtype = getattr(torch, start.dtype)
         self._model = load_model(start, start.model, start.known)
@@ -76,6 +77,7 @@ class Rank:
         while (work := self._batches.get()) is not None:
             if isinstance(work, RankModel):
                 self._model = work
+                self._loads.put(None)
             elif isinstance(work, Compare):
                 self._send(pack_frame(Kind.COMPARED, self._compare(work)))
             else:
@@ -103,6 +105,7 @@ class Rank:
             self._next = None
         elif frame.kind == Kind.UNLOAD:
             self._next = None
+            self._loads.put(None)
         elif frame.kind == Kind.COPY:
             copy = parse(Copy, frame)
             source = self._ingest.view(copy.source, copy.nbytes)
@@ -113,7 +116,10 @@ class Rank:
         torch.set_num_threads(self._start.num_threads)
         with contextlib.suppress(ConnectionLost):
             while True:
-                self._send(pack_frame(Kind.LOADED, self._load(self._loads.get())))
+                if (load := self._loads.get()) is None:
+                    _return_memory()
+                else:
+                    self._send(pack_frame(Kind.LOADED, self._load(load)))
 
     def _load(self, load: Load) -> Loaded:
         try:
@@ -160,6 +166,13 @@ class Rank:
     def _send(self, frame: OutgoingFrame) -> None:
         with self._sending:
             self._channel.send(frame)
+
+
+def _return_memory() -> None:
+    """Give what a dropped model leaves back to the system: the allocator of the C library keeps it for itself."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def _end_process(fault: threading.ExceptHookArgs) -> None:

@@ -419,7 +419,7 @@ def test_threads_take_turns_within_their_timeout(sidecar: SidecarProcess) -> Non
             except mmcache.RequestTimeout as error:
                 errors.append(error)
 
-        with client._turn:
+        with client._turns.lock:
             thread = threading.Thread(target=call)
             thread.start()
             thread.join()

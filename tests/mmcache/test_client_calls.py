@@ -1,0 +1,165 @@
+"""Calls that end early: by a timeout, an interruption, a signal or a frozen sidecar. Nothing is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mmcache
+from mmcache.parts import Part, cut
+from tests.mmcache.support import SidecarProcess, eventually, image
+
+
+def test_grants_on_their_way_end_with_a_timeout(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as observer, sidecar.connect(timeout=0.5) as client:
+        client.encode([image(1)])[0].release()
+        sidecar.send_signal(signal.SIGSTOP)
+        with pytest.raises(mmcache.RequestTimeout):
+            client.encode([image(1)] * 20)
+        sidecar.send_signal(signal.SIGCONT)
+        eventually(lambda: observer.stats()["items"]["hit_pool"] >= 20, "it answered late")
+        eventually(lambda: observer.stats()["leases"]["active"] == 0, "though the client makes no further call")
+
+
+def test_timeout_is_bounded_and_leaks_nothing(tmp_path: Path) -> None:
+    with SidecarProcess(tmp_path, pool_bytes="1MiB") as sidecar, sidecar.connect(timeout=2) as client:
+        big = [image(seed, 448, 448) for seed in range(4)]  # 256 tokens of 1 KiB each: four of them fill the pool
+        leases = client.encode(big)
+        (result,) = client.encode([image(9, 448, 448)], errors="return")
+        assert isinstance(result, mmcache.PoolExhausted)
+        assert f"pid {os.getpid()}" in result.reason, "the biggest holder is named"
+        (result,) = client.encode([image(10, 28 * 40, 28 * 40)], errors="return")
+        assert isinstance(result, mmcache.PoolExhausted)
+        assert "never fit" in result.reason
+        for lease in leases:
+            lease.release()
+        client.encode([image(9, 448, 448)])[0].release()
+        assert client.stats()["leases"]["active"] == 0
+
+
+def part_of(client: mmcache.Client, item: object) -> Part:
+    """A request's part, for a request that the client itself would not make."""
+    (part,) = cut([item], client._core.hasher.key, 1 << 20, on_error=lambda *_: None)
+    return part
+
+
+def test_grants_that_nobody_read_end_with_the_close(sidecar: SidecarProcess) -> None:
+    """A request is given up after its grants were sent: the client has never seen those leases."""
+    with sidecar.connect() as observer:
+        observer.encode([image(1)])[0].release()
+        client = sidecar.connect()
+        core = client._core
+        pending = core.encode(part_of(client, image(1)), 5.0)
+        client._send_outbox(time.monotonic() + 5)
+        eventually(lambda: observer.stats()["leases"]["active"] == 1, "it was granted")
+        core.cancel(pending)
+        client.close()
+        eventually(lambda: observer.stats()["leases"] | {"strays": 0} == idle_leases(1), "the grant ended unread")
+
+
+def test_grants_that_come_late_are_released(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as client:
+        client.encode([image(1)])[0].release()
+        core = client._core
+        pending = core.encode(part_of(client, image(1)), 5.0)
+        core.cancel(pending)
+        client.stats()  # the grant arrives before this answer
+        assert client.stats()["leases"]["active"] == 0
+
+
+def idle_leases(connections: int) -> dict[str, int]:
+    return {"active": 0, "quarantined": 0, "connections": connections, "control_words": 16384, "strays": 0}
+
+
+def test_an_interrupted_call_leaks_nothing_and_costs_the_connection(sidecar: SidecarProcess) -> None:
+    """Ctrl-C while the sidecar works: what was granted goes on, what is on its way ends."""
+    with sidecar.connect() as observer, sidecar.connect() as client:
+        (lease,) = client.encode([image(1)])
+        expected = lease.numpy().copy()
+
+        def interrupt(number: int, frame: object) -> None:
+            raise KeyboardInterrupt
+
+        pictures = [image(seed, 840, 1120) for seed in range(100, 140)]
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                client.encode(pictures)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        with pytest.raises(mmcache.ConnectionLost, match="interrupted"):
+            client.encode([image(2)])
+        np.testing.assert_array_equal(lease.numpy(), expected)
+        eventually(lambda: observer.stats()["leases"]["active"] == 1, "only the lease in hand goes on")
+        lease.release()
+        eventually(lambda: observer.stats()["leases"] == idle_leases(1), "it is acknowledged without the socket")
+
+
+def test_threads_take_turns_within_their_timeout(sidecar: SidecarProcess) -> None:
+    with sidecar.connect(timeout=0.5) as client:
+        errors: list[Exception] = []
+
+        def call() -> None:
+            try:
+                client.stats()
+            except mmcache.RequestTimeout as error:
+                errors.append(error)
+
+        with client._turns.lock:
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+        assert "another thread" in str(errors[0])
+
+
+def test_a_signal_handler_may_close_and_nothing_else(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as observer, sidecar.connect() as client:
+        raised: list[Exception] = []
+
+        def handler(number: int, frame: object) -> None:
+            try:
+                client.stats()
+            except mmcache.ClientClosed as error:
+                raised.append(error)
+            client.close()
+
+        pictures = [image(seed, 840, 1120) for seed in range(100, 140)]
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        try:
+            with pytest.raises(mmcache.MMCacheError):
+                client.encode(pictures)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert "under way" in str(raised[0])
+        eventually(lambda: observer.stats()["leases"] == idle_leases(1), "nothing of it is left")
+
+
+def test_a_frozen_sidecar_is_a_timeout_and_then_goes_on(sidecar: SidecarProcess) -> None:
+    with sidecar.connect(timeout=0.5) as client:
+        sidecar.send_signal(signal.SIGSTOP)
+        try:
+            for _ in range(2):
+                with pytest.raises(mmcache.RequestTimeout):
+                    client.stats()
+                with pytest.raises(mmcache.RequestTimeout):
+                    client.encode([image(1)])
+        finally:
+            sidecar.send_signal(signal.SIGCONT)
+        eventually(lambda: works(client), "it goes on")
+        assert client.stats()["leases"]["active"] == 0
+
+
+def works(client: mmcache.Client) -> bool:
+    try:
+        client.encode([image(2)])[0].release()
+    except mmcache.RequestTimeout:
+        return False
+    return True

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
 # Resizing has the same bits on the Pillow that the rest is tested with and on the next one.
@@ -12,17 +12,17 @@ OTHER_TESTS := tests/encoder/test_resize.py tests/encoder/test_preprocess.py tes
 .PHONY: demo test test-pillow soak lint clean
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mmcache needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mmcache needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: $(BIN)/python $(INPUTS)
 	@echo "installing mmcache[demo] into $(VENV) (once)"
-	$(PIP) --editable '.[demo]'
+	@$(PIP) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.test: $(BIN)/python $(INPUTS)
 	@echo "installing mmcache[test] into $(VENV) (once)"
-	$(PIP) --editable '.[test]'
+	@$(PIP) --editable '.[test]'
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo  ## encode real photographs through a real sidecar, three passes
@@ -33,8 +33,8 @@ test: $(VENV)/.test test-pillow  ## every test that this machine can run
 
 $(OTHER_VENV)/.test: $(BIN)/python $(INPUTS)
 	@echo "installing another Pillow into $(OTHER_VENV) (once)"
-	$(PYTHON) -m venv $(OTHER_VENV)
-	$(OTHER_VENV)/bin/python -m pip install --quiet 'pillow>=13,<14' numpy pytest hypothesis
+	@$(PYTHON) -m venv $(OTHER_VENV)
+	@$(OTHER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'pillow>=13,<14' numpy pytest hypothesis
 	@touch $@
 
 test-pillow: $(OTHER_VENV)/.test  ## resizing on another Pillow

@@ -18,8 +18,9 @@ from encoder.packing import PackPlan, plan_pack
 from encoder.sizing import Grid
 
 ROW_MULTIPLE: Final = 4
-"""Products whose rows are not a multiple of four may take another kernel at their edge, whose sums are ordered
-otherwise. Patches always are one; tokens are padded up to one, so that an item's bytes do not depend on its company."""
+"""Products of very few rows, and the last rows of others, may take another kernel, whose sums are ordered otherwise.
+Patches always are a multiple of four; tokens are padded up to one, so that the smallest items differ by their company
+no more than others do."""
 
 
 class MoonViT(nn.Module):
@@ -37,7 +38,8 @@ class MoonViT(nn.Module):
 
         `patches_TP` are normalised patch rows of all items, `[T, 3 * patch * patch]`, in the model's dtype. Each of
         `outs` is contiguous `[num_tokens, text_width]` of the same dtype and device; the last product writes there
-        directly. An item's result does not depend on what it is packed with. Raises `ImageError` for a bad grid.
+        directly. An item sees no other; what it is packed with can change
+        the order of sums and so its last bits (docs/verification.md). Raises `ImageError` for a bad grid.
         """
         plan = plan_pack(grids, self.config, patches_TP.device)
         self.mm_projector(self.vision_tower(patches_TP, plan), plan, outs)

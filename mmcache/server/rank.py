@@ -63,7 +63,7 @@ class Rank:
         self._model = ranks.model
         self._loading: tuple[str, asyncio.Future[None]] | None = None
         self._copies: dict[int, asyncio.Future[None]] = {}
-        self._last_copy = 0
+        self._last_job = 0
         self._compares: dict[int, asyncio.Future[Compared]] = {}
         threads = max(1, len(os.sched_getaffinity(0)) // settings.ranks)
         start = StartRank(
@@ -104,17 +104,17 @@ class Rank:
 
     def copy(self, source: int, extent: Extent) -> asyncio.Future[None]:
         """Copy the bytes of `extent` from the ingest region. The future raises `RankLostError`."""
-        self._last_copy += 1
-        done = self._copies[self._last_copy] = asyncio.get_running_loop().create_future()
-        copy = Copy(copy_id=self._last_copy, source=source, extent=extent.offset, nbytes=extent.nbytes)
+        self._last_job += 1
+        done = self._copies[self._last_job] = asyncio.get_running_loop().create_future()
+        copy = Copy(copy_id=self._last_job, source=source, extent=extent.offset, nbytes=extent.nbytes)
         self.child.send(pack_frame(Kind.COPY, copy))
         return done
 
     def compare(self, cached: Extent, fresh: Extent, num_tokens: int) -> asyncio.Future[Compared]:
         """Compare two embeddings of one item. The caller keeps both meanwhile. The future raises `RankLostError`."""
-        self._last_copy += 1
-        done = self._compares[self._last_copy] = asyncio.get_running_loop().create_future()
-        compare = Compare(compare_id=self._last_copy, cached=cached.offset, fresh=fresh.offset, num_tokens=num_tokens)
+        self._last_job += 1
+        done = self._compares[self._last_job] = asyncio.get_running_loop().create_future()
+        compare = Compare(compare_id=self._last_job, cached=cached.offset, fresh=fresh.offset, num_tokens=num_tokens)
         self.child.send(pack_frame(Kind.COMPARE, compare))
         return done
 

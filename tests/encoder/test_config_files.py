@@ -1,3 +1,5 @@
+"""None"""
+
 from dataclasses import replace
 from typing import Any
 
@@ -6,35 +8,12 @@ import pytest
 from encoder.config import PRESETS, EncoderConfig, ProcessorConfig
 from encoder.config_files import parse_encoder_config, parse_processor_config, parse_video_processor
 from encoder.errors import CheckpointError
+from tests.encoder.config_tables import ORIGINAL, with_vision
 
 SMALL = EncoderConfig(
     hidden_size=48, num_layers=3, num_heads=2, mlp_size=80, text_width=40, pos_height=8, pos_width=10, pos_time=2,
     projector_layer_norm_eps=1e-6,
 )  # fmt: skip
-ORIGINAL: dict[str, Any] = {
-    "model_type": "kimi_k25",
-    "media_placeholder_token_id": 60,
-    "vision_config": {
-        "_attn_implementation": "flash_attention_2",
-        "init_pos_emb_height": 8,
-        "init_pos_emb_width": 10,
-        "init_pos_emb_time": 2,
-        "merge_kernel_size": [2, 2],
-        "merge_type": "sd2_tpool",
-        "mm_hidden_size": 48,
-        "mm_projector_type": "patchmerger",
-        "patch_size": 14,
-        "pos_emb_type": "divided_fixed",
-        "projector_hidden_act": "gelu",
-        "projector_ln_eps": 1e-6,
-        "text_hidden_size": 40,
-        "video_attn_type": "spatial_temporal",
-        "vt_hidden_size": 48,
-        "vt_intermediate_size": 80,
-        "vt_num_attention_heads": 2,
-        "vt_num_hidden_layers": 3,
-    },
-}
 TRANSFORMERS: dict[str, Any] = {
     "model_type": "kimi_k25",
     "projection_hidden_size": 48,
@@ -87,10 +66,6 @@ FLAT: dict[str, Any] = {
 SMALL_PROCESSOR = ProcessorConfig(
     max_patches=400, max_patches_per_side=40, image_mean=(0.1, 0.2, 0.3), image_std=(0.4, 0.5, 0.6)
 )
-
-
-def with_vision(data: dict[str, Any], **settings: object) -> dict[str, Any]:
-    return {**data, "vision_config": {**data["vision_config"], **settings}}
 
 
 @pytest.mark.parametrize("data", [ORIGINAL, TRANSFORMERS], ids=["original", "transformers"])

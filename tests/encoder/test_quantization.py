@@ -6,7 +6,7 @@ from encoder.config import PRESETS
 from encoder.config_files import parse_encoder_config
 from encoder.errors import CheckpointError
 from encoder.quantization import vision_layers
-from tests.encoder.test_config_files import ORIGINAL, with_vision
+from tests.encoder.config_tables import ORIGINAL, with_vision
 
 INT4_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32}}
 COMPRESSED = {

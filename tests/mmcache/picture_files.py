@@ -9,7 +9,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, features
+from transformers.image_utils import load_image
 
 from examples.pictures import photographs
 from mmcache.server.pixels import OpenedMedia
@@ -100,3 +101,65 @@ def tiff(tags: dict[int, tuple[int, int, int]], payload: bytes = b"") -> bytes:
     """A little-endian TIFF: its directory (tag to type, count, value) at 8, then the payload."""
     entries = b"".join(struct.pack("<HHII", tag, *entry) for tag, entry in sorted(tags.items()))
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + payload
+
+
+OPAQUE = {
+    "JPEG": lambda: saved(photograph(), "JPEG"),
+    "JPEG progressive": lambda: saved(photograph(), "JPEG", progressive=True, quality=60),
+    "JPEG without subsampling": lambda: saved(photograph(), "JPEG", subsampling=0),
+    "JPEG gray": lambda: saved(photograph().convert("L"), "JPEG"),
+    "JPEG CMYK": lambda: saved(photograph().convert("CMYK"), "JPEG"),
+    "PNG": lambda: saved(photograph(), "PNG"),
+    "PNG gray": lambda: saved(photograph().convert("L"), "PNG"),
+    "PNG 1 bit": lambda: saved(photograph().convert("1"), "PNG"),
+    "PNG palette": lambda: saved(photograph().quantize(200), "PNG"),
+    "PNG palette of 4 bits": lambda: saved(photograph().quantize(9), "PNG", bits=4),
+    "WebP": lambda: saved(photograph(), "WEBP"),
+    "WebP lossless": lambda: saved(photograph(), "WEBP", lossless=True),
+    "GIF": lambda: saved(photograph().quantize(100), "GIF"),
+    "BMP": lambda: saved(photograph(), "BMP"),
+    "BMP palette": lambda: saved(photograph().quantize(100), "BMP"),
+    "BMP 1 bit": lambda: saved(photograph().convert("1"), "BMP"),
+    "TIFF": lambda: saved(photograph(), "TIFF"),
+    "TIFF LZW": lambda: saved(photograph(), "TIFF", compression="tiff_lzw"),
+    "TIFF JPEG": lambda: saved(photograph(), "TIFF", compression="jpeg"),
+    "TIFF group 4": lambda: saved(photograph().convert("1"), "TIFF", compression="group4"),
+    "TIFF CMYK": lambda: saved(photograph().convert("CMYK"), "TIFF"),
+    "TIFF LAB": lambda: saved(photograph().convert("LAB"), "TIFF"),
+    "TIFF palette": lambda: saved(photograph().quantize(100), "TIFF"),
+    "ICO": lambda: saved(photograph(48, 48), "ICO", sizes=[(48, 48)]),
+    "PPM": lambda: saved(photograph(), "PPM"),
+    "TGA": lambda: saved(photograph(), "TGA", compression="tga_rle"),
+    "PCX": lambda: saved(photograph(), "PCX"),
+    "JPEG 2000": lambda: saved(photograph(), "JPEG2000"),
+    "AVIF": lambda: saved(photograph(), "AVIF"),
+}
+
+
+SEE_THROUGH = {
+    "PNG RGBA": lambda: saved(see_through(), "PNG"),
+    "PNG gray and alpha": lambda: saved(see_through().convert("LA"), "PNG"),
+    "PNG palette, one clear": lambda: saved(photograph().quantize(50), "PNG", transparency=3),
+    "PNG palette, some half clear": lambda: saved(
+        photograph().quantize(50), "PNG", transparency=bytes(range(0, 250, 5))
+    ),
+    "PNG gray, one clear": lambda: saved(photograph().convert("L"), "PNG", transparency=90),
+    "PNG RGB, one clear": lambda: saved(photograph(), "PNG", transparency=photograph().getpixel((5, 5))),
+    "PNG 1 bit, black clear": lambda: saved(photograph().convert("1"), "PNG", transparency=0),
+    "WebP RGBA": lambda: saved(see_through(), "WEBP", lossless=True, exact=True),
+    "GIF, one clear": lambda: saved(photograph().quantize(50), "GIF", transparency=3),
+    "TIFF RGBA": lambda: saved(see_through(), "TIFF"),
+    "TGA RGBA": lambda: saved(see_through(), "TGA"),
+    "ICO RGBA": lambda: saved(see_through().resize((48, 48)), "ICO", sizes=[(48, 48)], bitmap_format="bmp"),
+    "AVIF RGBA": lambda: saved(see_through(), "AVIF"),
+    "JPEG 2000 RGBA": lambda: saved(see_through(), "JPEG2000"),
+}
+
+
+def by_loader(data: bytes) -> np.ndarray[Any, Any]:
+    with opened(data) as image:
+        return np.asarray(load_image(image))
+
+
+def has_avif() -> bool:
+    return bool(features.check("avif"))

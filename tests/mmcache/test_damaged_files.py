@@ -17,8 +17,21 @@ from PIL import Image, ImageFile
 from mmcache.errors import ImageTooLarge, ItemError, UndecodableImage
 from mmcache.server.jpeg_exif import collected_exif
 from mmcache.server.tiff_directory import check_directory
-from tests.mmcache.picture_files import GRAY, RGB, chunk, decoded, exif, opened, photograph, png, saved, tiff
-from tests.mmcache.test_decoding import OPAQUE, SEE_THROUGH, has_avif
+from tests.mmcache.picture_files import (
+    GRAY,
+    OPAQUE,
+    RGB,
+    SEE_THROUGH,
+    chunk,
+    decoded,
+    exif,
+    has_avif,
+    opened,
+    photograph,
+    png,
+    saved,
+    tiff,
+)
 
 FILES = {name: make for name, make in (OPAQUE | SEE_THROUGH).items() if has_avif() or not name.startswith("AVIF")}
 FILES |= {
@@ -154,6 +167,17 @@ def test_pixels_of_a_png_beyond_its_size_are_not_kept() -> None:
     assert decoded(bytes(data)).shape == (16, 16, 3)
 
 
+def check_refused_unread(data: bytes) -> None:
+    """A directory whose values would fill memory is refused, and little memory was taken for that."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(UndecodableImage, match="values of its TIFF directory have more than"):
+            decoded(data)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_directory_of_many_large_values_is_refused_before_it_is_read() -> None:
     good = saved(photograph(), "TIFF", exif=exif(1), compression="tiff_lzw")
     check_directory(good)
@@ -162,13 +186,7 @@ def test_a_directory_of_many_large_values_is_refused_before_it_is_read() -> None
     big_entry = struct.pack("<HHQQ", 0x010E, 2, 400_000, 16)
     big_bomb = b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, 40_000) + big_entry * 40_000
     for data in (bomb, big_bomb):
-        tracemalloc.start()
-        try:
-            with pytest.raises(UndecodableImage, match="values of its TIFF directory have more than"):
-                decoded(data)
-            assert tracemalloc.get_traced_memory()[1] < 8 << 20
-        finally:
-            tracemalloc.stop()
+        check_refused_unread(data)
 
 
 def _jpeg_with_exif(*parts: bytes, junk: bytes = b"") -> bytes:
@@ -191,13 +209,7 @@ def test_exif_of_a_jpeg_that_asks_for_much_memory_is_refused() -> None:
     entry = struct.pack("<HHII", 0x010E, 2, 100_000, 8)
     bomb = b"II*\0\x08\0\0\0" + struct.pack("<H", 20_000) + entry * 20_000
     data = _jpeg_with_exif(*(bomb[start : start + 60_000] for start in range(0, len(bomb), 60_000)))
-    tracemalloc.start()
-    try:
-        with pytest.raises(UndecodableImage, match="values of its TIFF directory have more than"):
-            decoded(data)
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20
-    finally:
-        tracemalloc.stop()
+    check_refused_unread(data)
 
 
 def test_a_directory_of_very_many_strips_is_refused() -> None:

@@ -12,9 +12,8 @@ from PIL import Image, TiffImagePlugin, features
 from mmcache.media import describe
 from mmcache.server.orientation import TURNS
 from mmcache.server.pixels import OpenedMedia
-from tests.mmcache.picture_files import RGB, chunk, decoded, exif, photograph, png, saved
+from tests.mmcache.picture_files import RGB, by_loader, chunk, decoded, exif, photograph, png, saved
 from tests.mmcache.support import SidecarProcess
-from tests.mmcache.test_decoding import by_loader
 
 XMP = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
 

@@ -25,8 +25,8 @@ from mmcache.server.verify import PATIENCE_S, Sampler
 from mmcache.tiers.base import Entry
 from mmcache.tiers.lmdb import LmdbTier
 from mmcache.tiers.tiered import TieredStore
+from tests.mmcache.gated_tier import Done, GatedTier, put_behind
 from tests.mmcache.support import SidecarProcess, clean_environ, eventually, image
-from tests.mmcache.test_tiered import Done, GatedTier, put_behind
 from tests.mmcache.tier_contract import LONG_S
 
 MAP_BYTES = 64 << 20
@@ -163,17 +163,23 @@ def test_a_wrong_entry_is_found_counted_and_removed(tmp_path: Path, deterministi
             np.testing.assert_array_equal(embedding, expected)
 
 
+def tampered(folder: Path, change: Callable[[np.ndarray[Any, Any]], None]) -> SidecarProcess:
+    """A sidecar, to be started, whose store has a changed embedding of the first picture."""
+    sidecar = verifying(folder)
+    with sidecar, sidecar.connect() as client:
+        encode(client, 1)
+        name = store_key(client.fingerprint, client.key(image(1)))
+    tamper(folder / "store.lmdb", [name], change)
+    return sidecar
+
+
 def test_within_the_bound_is_no_mismatch(tmp_path: Path) -> None:
     """Without `deterministic` another number of threads may have made it."""
 
     def disturb(payload: np.ndarray[Any, Any]) -> None:
         payload *= 1 + 1e-6
 
-    sidecar = verifying(tmp_path)
-    with sidecar, sidecar.connect() as client:
-        encode(client, 1)
-        name = store_key(client.fingerprint, client.key(image(1)))
-    tamper(tmp_path / "store.lmdb", [name], disturb)
+    sidecar = tampered(tmp_path, disturb)
     with sidecar, sidecar.connect() as client:
         assert encode(client, 1)[0] == "store"
         eventually(lambda: counts(sidecar)["matched"] == 1, "it is verified")
@@ -183,11 +189,7 @@ def test_values_that_are_not_finite_are_a_mismatch(tmp_path: Path) -> None:
     def spoil(payload: np.ndarray[Any, Any]) -> None:
         payload[5] = np.nan
 
-    sidecar = verifying(tmp_path)
-    with sidecar, sidecar.connect() as client:
-        encode(client, 1)
-        name = store_key(client.fingerprint, client.key(image(1)))
-    tamper(tmp_path / "store.lmdb", [name], spoil)
+    sidecar = tampered(tmp_path, spoil)
     with sidecar, sidecar.connect() as client:
         assert np.isnan(encode(client, 1)[1]).any()
         eventually(lambda: counts(sidecar)["mismatched"] == 1, "the damage is found")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from itertools import cycle
 from pathlib import Path
 
 PHOTOGRAPHS = (
@@ -33,12 +34,16 @@ def make_strip(path: Path, width: int = 7400, height: int = 84) -> Path:
     """Write a panorama of the photographs that is wider than an image may be (7168 pixels), so it gets resized."""
     from PIL import Image
 
+    tiles = []
+    for name in photographs():
+        with Image.open(name) as picture:
+            tiles.append(picture.convert("RGB").resize((picture.width * height // picture.height, height)))
     strip = Image.new("RGB", (width, height))
-    left, index = 0, 0
-    while left < width:
-        with Image.open(photographs()[index % len(PHOTOGRAPHS)]) as picture:
-            tile = picture.convert("RGB").resize((picture.width * height // picture.height, height))
+    left = 0
+    for tile in cycle(tiles):
+        if left >= width:
+            break
         strip.paste(tile, (left, 0))
-        left, index = left + tile.width, index + 1
+        left += tile.width
     strip.save(path)
     return path

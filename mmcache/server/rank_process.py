@@ -189,6 +189,7 @@ def main() -> None:
         rank = Rank(channel)
         rank.announce()
         rank.serve()
+        os._exit(0)  # an interpreter with torch takes half a second to take itself down, which gives nothing back
     except (EncoderError, IpcError, OSError, MemoryError) as error:
         if isinstance(error, ConnectionLost):
             return

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from mmcache.errors import ImageTooLarge, UnsupportedItem
+from mmcache.images.files import check_size
 from mmcache.media import ArrayHeader
-from mmcache.server.pictures import check_size
 
 
 class OpenedArray:

@@ -9,10 +9,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from mmcache.errors import UnsupportedItem
+from mmcache.images.files import Picture, open_file, rebuild_pil
 from mmcache.media import ARRAY, IMAGE, PIL, ArrayHeader, PilHeader
 from mmcache.server.arrays import OpenedArray
 from mmcache.server.messages import pixels_shape
-from mmcache.server.pictures import Picture, open_file, rebuild_pil
 
 H = TypeVar("H", ArrayHeader, PilHeader)
 

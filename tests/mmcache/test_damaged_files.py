@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from mmcache.errors import ImageTooLarge, ItemError, UndecodableImage
-from mmcache.server.jpeg_exif import collected_exif
-from mmcache.server.tiff_directory import check_directory
+from mmcache.images.jpeg_exif import collected_exif
+from mmcache.images.tiff_directory import check_directory
 from tests.mmcache.picture_files import (
     GRAY,
     OPAQUE,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image, TiffImagePlugin, features
 
+from mmcache.images.orientation import TURNS
 from mmcache.media import describe
-from mmcache.server.orientation import TURNS
 from mmcache.server.pixels import OpenedMedia
 from tests.mmcache.picture_files import RGB, by_loader, chunk, decoded, exif, photograph, png, saved
 from tests.mmcache.support import SidecarProcess

@@ -12,8 +12,8 @@ import struct
 from PIL import ExifTags, Image
 
 from mmcache.errors import UndecodableImage
+from mmcache.images.tiff_directory import check_directory
 from mmcache.media import DAMAGE
-from mmcache.server.tiff_directory import check_directory
 
 UPRIGHT = 1
 

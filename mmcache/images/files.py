@@ -12,10 +12,10 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mmcache.errors import ImageTooLarge, UndecodableImage, UnsupportedMode
+from mmcache.images.jpeg_exif import collected_exif
+from mmcache.images.orientation import TURNS, UNDONE, UPRIGHT, read_orientation
+from mmcache.images.tiff_directory import check_directory
 from mmcache.media import ALPHA_MODES, DAMAGE, PilHeader, check_mode, pil_nbytes
-from mmcache.server.jpeg_exif import collected_exif
-from mmcache.server.orientation import TURNS, UNDONE, UPRIGHT, read_orientation
-from mmcache.server.tiff_directory import check_directory
 
 FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 """Formats that are decoded. Those that run other programs or scripts (EPS, WMF) are left out on purpose."""

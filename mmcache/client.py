@@ -2,76 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, overload
 
-from mmcache.core import ClientCore, PendingEncode
-from mmcache.errors import (
-    ClientClosed,
-    ConnectionLost,
-    EncodeError,
-    ItemError,
-    ProtocolError,
-    RequestTimeout,
-)
-from mmcache.handshake import connected, shake_hands
-from mmcache.keys import ContentKey, Fingerprint
+from mmcache.asking import Asking, Item
+from mmcache.encode_call import EncodeCall, Errors
+from mmcache.errors import ClientClosed, EncodeError, ItemError
+from mmcache.handle import Handle, drive, give_up
+from mmcache.keys import ContentKey
 from mmcache.lease import Lease
-from mmcache.media import describe
-from mmcache.parts import cut, is_one_item
+from mmcache.link import connect_again, connect_pump
 from mmcache.paths import default_socket
-from mmcache.transport import BlockingChannel
-from mmcache.turns import Turns
+from mmcache.pump import Pump
+from mmcache.records import MAX_ITEMS
+from mmcache.refs import SliceRef, StagedRef
+from mmcache.staging import StageCall
 
 __all__ = ["Client", "Lease", "connect"]
 
 DEFAULT_TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1_000_000
-WINDOW_BYTES = 256 << 20
-WINDOW_PARTS = 32
-"""Items are read and hashed this far ahead of the answers, so that a long list of files is never in memory at once."""
-SPIN_S = 300e-6
-"""A call polls this long for its answer before it sleeps; an answer from the pool comes sooner."""
-SERVER_MARGIN_S = 0.25
-"""The sidecar is told to give up this much before the client does, so that its error says more than a timeout."""
-
-Item = Any
-"""bytes, a path (str or Path), a PIL image, or a uint8 numpy array or CPU tensor of any memory layout: H×W×3 (RGB), H×W
-(gray: the same in each channel) or T×H×W×3 (a video chunk, of up to 4 frames for Kimi-K2.5)."""
 
 
-def connect(
-    socket: str | os.PathLike[str] | None = None,
-    *,
-    timeout: float = DEFAULT_TIMEOUT_S,
-    namespace: str = "",
-    name: str | None = None,
-) -> Client:
-    """Connect to a sidecar.
+class Client(Asking):
+    """A connection to a sidecar. A context manager.
 
-    Args:
-        socket: its socket; by default `MMCACHE_SOCKET`, else where `mmcache serve` puts it by default.
-        timeout: bound of each call in seconds, of connecting too.
-        namespace: tenant; part of every key.
-        name: what operators see this client as; by default the program's name.
-
-    Raises:
-        SidecarUnavailable: nobody listens there.
-        ProtocolMismatch: the sidecar speaks another protocol version.
-    """
-    return Client(socket, timeout=timeout, namespace=namespace, name=name)
-
-
-class Client:
-    """A connection to a sidecar. A context manager; see `connect` for its arguments.
-
-    Threads may share a client; their calls take turns. A forked child must not use it: it connects anew.
+    Threads may share a client, and their calls go on at the same time: whoever waits receives for all. A forked child
+    must not use it: it connects anew. docs/protocol.md says how many round trips each call takes.
     """
 
     def __init__(
@@ -81,124 +43,171 @@ class Client:
         timeout: float = DEFAULT_TIMEOUT_S,
         namespace: str = "",
         name: str | None = None,
+        reconnect: bool = False,
     ) -> None:
+        """Connect.
+
+        Args:
+            socket: the sidecar's socket; by default `MMCACHE_SOCKET`, else where `mmcache serve` puts it by default.
+            timeout: bound of each call in seconds, of connecting too.
+            namespace: tenant; part of every key.
+            name: what operators see this client as; by default the program's name.
+            reconnect: after the sidecar went away, the next call connects again, and tries until its timeout if it has
+                to (at once, then with pauses of 10 ms to 1 s); the call in which it went away raises all the same.
+
+        Raises:
+            SidecarUnavailable: nobody listens there.
+            ProtocolMismatch: the sidecar speaks another protocol version.
+            RequestTimeout: it does not answer.
+        """
         if not 0 < timeout <= MAX_TIMEOUT_S:
             raise ValueError(f"timeout must be positive and at most {MAX_TIMEOUT_S} seconds, got {timeout}")
         self._path = Path(socket) if socket is not None else default_socket(os.environ)
         self._timeout_s = timeout
+        self._namespace = namespace
+        self._name = name or Path(sys.argv[0] or "python").name
+        self._reconnects = reconnect
         self._pid = os.getpid()
-        self._turns = Turns()
-        self._lost: str | None = None
         self._is_closed = False
-        deadline = time.monotonic() + timeout
-        self._channel = BlockingChannel(connected(self._path, deadline), spin_s=SPIN_S)
-        name = name or Path(sys.argv[0] or "python").name
-        try:
-            welcome, control_fd = shake_hands(self._channel, self._path, name, namespace, deadline)
-        except BaseException:
-            self._channel.close()
-            raise
-        self._core = ClientCore(welcome, control_fd, namespace)
+        self._connecting = threading.Lock()
+        self._pump = connect_pump(self._path, self._name, namespace, time.monotonic() + timeout)
 
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """What decides an embedding besides its content: weights, config, processor settings, dtype, numerics.
-
-        As the sidecar said last: of another client's reload this one hears with its next call. What an embedding in
-        hand is of, its lease says.
-        """
-        return Fingerprint.from_hex(self._core.served.fingerprint)
-
-    @property
-    def dim(self) -> int:
-        """Width of an embedding row."""
-        return self._core.served.dim
-
-    @property
-    def dtype(self) -> str:
-        """Of the embeddings: "float32" or "bfloat16"."""
-        return self._core.served.dtype
-
-    def key(self, item: Item) -> ContentKey:
-        """The content key of one item. No round trip. Raises the ItemError of a bad item."""
-        media = describe(item, 0, self._core.welcome.max_item_bytes)
-        return self._core.hasher.key(media.kind, media.header, media.raw)
-
-    def encode(self, items: Sequence[Item], errors: Literal["raise", "return"] = "raise") -> list[Lease]:
+    def encode(
+        self,
+        items: Sequence[Item],
+        errors: Errors = "raise",
+        *,
+        keys: Sequence[ContentKey] | None = None,
+        consumers: int = 0,
+    ) -> list[Lease]:
         """A lease for every item, in their order; every position has a lease of its own, repeats too.
 
         One round trip if the sidecar has everything in its pool, two if it asks for bytes.
 
         Args:
             items: each `bytes`, a path, a PIL image, or a uint8 numpy array or CPU tensor, H×W×3, H×W or, for a video
-                chunk, T×H×W×3. A chunk has one embedding, with the tokens of one frame; `max_pixels` bounds its frames
-                together. Arrays have keys of their own for each shape, so a chunk of one frame is not that frame.
+                chunk, T×H×W×3; or a `StagedRef`. A chunk has one embedding, with the tokens of one frame; `max_pixels`
+                bounds its frames together. Arrays have keys of their own for each shape, so a chunk of one frame is not
+                that frame.
             errors: "raise" throws one `EncodeError` once the rest is done, with leases and errors in `.results`;
                 "return" puts the exception objects in place.
+            keys: what `key` said of each item before: then an item is only read if its bytes are asked for, and may be
+                None, which is `NotCached` where no tier has it.
+            consumers: how many other processes may claim a share of each lease's embedding through `lease.ref`.
 
         Raises:
             EncodeError: some items failed, with `errors="raise"`.
             RequestTimeout, ConnectionLost, ClientClosed: the call as a whole failed; it holds no leases.
         """
-        if errors not in ("raise", "return"):
-            raise ValueError(f'errors must be "raise" or "return", got {errors!r}')
-        if is_one_item(items):
-            what = type(items).__name__
-            raise TypeError(f"items must be a list of items; for one {what} give [item], for a batch list(batch)")
-        items = list(items)
-        results: list[Lease | ItemError | None] = [None] * len(items)
-        with self._call() as deadline:
-            self._encode(items, results, deadline)
-        settled = cast("list[Lease | ItemError]", results)
-        if errors == "raise" and any(isinstance(result, ItemError) for result in settled):
-            raise EncodeError(settled)
-        return cast("list[Lease]", settled)
+        deadline = time.monotonic() + self._timeout_s
+        pump = self._usable(deadline)
+        call = EncodeCall(pump.core, items, deadline, keys=keys, consumers=consumers, errors=errors)
+        try:
+            drive(pump, call, deadline, self._timeout_s)
+        except BaseException:
+            give_up(pump, call)
+            raise
+        with pump.lock:
+            return call.result()
 
-    def stats(self) -> dict[str, Any]:
-        """The sidecar's counters, nested. One round trip."""
-        with self._call() as deadline:
-            self._core.ask_stats()
-            self._exchange(lambda: self._core.stats_reply is not None, deadline)
-            return cast("dict[str, Any]", json.loads(self._core.stats_reply or b"{}"))
+    def submit(
+        self,
+        items: Sequence[Item],
+        errors: Errors = "raise",
+        *,
+        keys: Sequence[ContentKey] | None = None,
+        consumers: int = 0,
+    ) -> Handle:
+        """Begin what `encode` does and return at once, without waiting for the sidecar, however busy it is.
 
-    def reload(self, model: str | os.PathLike[str] | None = None) -> Fingerprint:
-        """Serve new weights, without losing a request; returns their fingerprint.
-
-        The ranks load them beside the old ones, which are served until then: each has both in memory for a while. After
-        the call every embedding is of the new weights. Entries of the old ones are no longer found; leases on them stay
-        valid. With the same weights nothing changes. dtype and settings stay as the sidecar was started. A call that
-        times out leaves the reload going on.
-
-        Args:
-            model: a preset or a checkpoint folder; by default the one that is served, read anew.
+        Items are read and hashed here unless `keys` are given. The client's timeout is the call's deadline.
 
         Raises:
-            ConfigError, CheckpointError, SidecarError: why it cannot be served; all is as it was before.
+            ConnectionLost, ClientClosed: it could not begin.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        pump = self._usable(deadline)
+        handle = Handle(pump, EncodeCall(pump.core, items, deadline, keys=keys, consumers=consumers, errors=errors))
+        handle.poll()
+        return handle
+
+    @overload
+    def open(self, refs: SliceRef, errors: Errors = "raise") -> Lease: ...
+    @overload
+    def open(self, refs: Sequence[SliceRef], errors: Errors = "raise") -> list[Lease]: ...
+    def open(self, refs: SliceRef | Sequence[SliceRef], errors: Errors = "raise") -> Lease | list[Lease]:
+        """Claim a share of each reference that another process got with a lease: one becomes a lease of this process.
+
+        One round trip for up to 1,024 of them.
+
+        Raises:
+            SliceGone: of a single reference: all its shares are claimed or it is over.
+            EncodeError: some of several failed, with `errors="raise"`.
+            RequestTimeout, ConnectionLost, ClientClosed: the call as a whole failed.
+        """
+        is_one = isinstance(refs, SliceRef)
+        wanted: list[SliceRef] = [refs] if isinstance(refs, SliceRef) else list(refs)
+        if not all(isinstance(ref, SliceRef) for ref in wanted):
+            raise TypeError("open takes SliceRefs; SliceRef.of(values) makes one of what arrived as a list")
+        results: list[Lease | ItemError] = []
+        for start in range(0, len(wanted), MAX_ITEMS):
+            results += self._open(wanted[start : start + MAX_ITEMS])
+        if is_one and isinstance(results[0], ItemError):
+            raise results[0]
+        if errors == "raise" and any(isinstance(result, ItemError) for result in results):
+            raise EncodeError(results)
+        return results[0] if is_one else results  # type: ignore[return-value]
+
+    def stage(self, item: Any, consumers: int = 1, *, grid: tuple[int, int, int] | None = None) -> StagedRef:
+        """Put pixels where the sidecar's ranks can read them, once; send the reference instead of the bytes.
+
+        Args:
+            item: a uint8 array or CPU tensor as `encode` takes it; or, with `grid`, patch rows that are normalised
+                already, float32, float16 or bfloat16, `[t·h·w, 3, patch, patch]` or `[t·h·w, 3·patch²]`.
+            consumers: how many encode positions, in any processes of the namespace, may name it. If its key has an
+                embedding by the first of them, nobody reads it.
+            grid: patches in time, height and width.
+
+        Raises:
+            StagingExhausted: no room within the timeout, or larger than the whole region.
+            ItemError: it is no such array.
             RequestTimeout, ConnectionLost, ClientClosed: the call failed.
         """
-        name = os.fspath(model) if model is not None else ""
-        with self._call() as deadline:
-            self._core.ask_reload(name, os.path.abspath(os.path.expanduser(name)) if name else "")
-            self._exchange(lambda: self._core.reload_reply is not None, deadline)
-        self._core.check_reload()
-        return self.fingerprint
+        return self.stage_all([item], consumers, grids=None if grid is None else [grid])[0]
+
+    def stage_all(
+        self, items: Sequence[Any], consumers: int = 1, *, grids: Sequence[tuple[int, int, int]] | None = None
+    ) -> list[StagedRef]:
+        """Stage several, in one round trip for up to 64 of them. If one fails, none is staged. See `stage`."""
+        deadline = time.monotonic() + self._timeout_s
+        pump = self._usable(deadline)
+        call = StageCall(pump.core, items, consumers, grids)
+        try:
+            for question in call.questions(pump, deadline):
+                self._wait(pump, question, deadline)
+            call.write()
+            with pump.turn():
+                return call.complete()
+        except BaseException:
+            with pump.lock:
+                call.cancel()
+                pump.send_what_goes()
+            raise
+
+    def cancel(self, *refs: SliceRef | StagedRef) -> None:
+        """End what is unclaimed of references that this client made. No round trip. What is over already is ignored."""
+        with self._usable(time.monotonic() + self._timeout_s).turn() as core:
+            core.withdraw([ref.token for ref in refs])
 
     def close(self) -> None:
-        """Acknowledge every lease but held ones, and close the connection. Twice is harmless.
+        """Acknowledge every lease but held ones, end what is unclaimed, and close the connection. Twice is harmless.
 
-        Held tensors stay valid and acknowledge when they die.
+        Held tensors stay valid and acknowledge when they die. Calls of other threads end with `ClientClosed`.
         """
         if self._is_closed or os.getpid() != self._pid:
             return
-        with self._turns.lock:  # in the middle of this thread's own call too
-            self._is_closed = True
-            try:
-                self._core.release_all()
-                if self._lost is None:
-                    self._say_goodbye()
-            finally:
-                self._channel.close()
-                self._core.forget_pools()
+        self._is_closed = True
+        self._pump.close()
 
     def __enter__(self) -> Self:
         return self
@@ -207,94 +216,40 @@ class Client:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_core", None) is not None:
-            self._channel.close()
+        if getattr(self, "_pump", None) is not None:
+            self._pump.channel.close()
 
-    def _encode(self, items: Sequence[Item], results: list[Lease | ItemError | None], deadline: float) -> None:
-        """Ask for each part as soon as it is hashed; wait at the end, and when a window is full."""
-        pending: list[PendingEncode] = []
-        num_asked = nbytes = 0
+    def _open(self, refs: Sequence[SliceRef]) -> list[Lease | ItemError]:
+        deadline = time.monotonic() + self._timeout_s
+        pump = self._usable(deadline)
+        with pump.turn() as core:
+            pending = core.open(refs)
         try:
-            for part in cut(items, self._core.hasher.key, self._core.welcome.max_item_bytes, results.__setitem__):
-                remaining = deadline - time.monotonic()
-                margin = min(SERVER_MARGIN_S, remaining / 4)
-                pending.append(self._core.encode(part, max(0.0, remaining - margin)))
-                self._send_outbox(deadline)
-                num_asked, nbytes = num_asked + 1, nbytes + part.nbytes
-                if nbytes >= WINDOW_BYTES or num_asked == WINDOW_PARTS:
-                    self._exchange(lambda: all(request.is_done for request in pending), deadline)
-                    num_asked = nbytes = 0
-            self._exchange(lambda: all(request.is_done for request in pending), deadline)
+            pump.wait(lambda: pending.is_done, deadline, self._timeout_s)
         except BaseException:
-            for request in pending:
-                self._core.cancel(request)
-            if self._lost is None:
-                with contextlib.suppress(RequestTimeout, ConnectionLost):
-                    self._send_outbox(time.monotonic() + 0.1)
+            with pump.lock:
+                pump.core.cancel(pending)
+                pump.send_what_goes()
             raise
-        for request in pending:
-            for place, result in zip(request.places, request.results, strict=True):
-                results[place] = result
+        with pump.lock:
+            pump.core.settle([pending])
+        return [result for result in pending.results if result is not None]
 
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[float]:
-        """One thread's turn; gives its deadline."""
-        self._check_usable()
-        with self._turns.taken(self._timeout_s) as deadline:
-            self._check_usable()
-            yield deadline
-
-    def _exchange(self, is_done: Callable[[], bool], deadline: float) -> None:
-        """Send what waits and receive until `is_done`."""
-        self._send_outbox(deadline)
-        while not is_done():
-            try:
-                self._core.receive(self._channel.receive(deadline))
-            except TimeoutError:
-                raise RequestTimeout(f"no answer from {self._path} within {self._timeout_s:g} s") from None
-            except (ConnectionLost, ProtocolError) as error:
-                raise self._lose(str(error)) from error
-            except BaseException:
-                # What was read may be lost with the interruption. The leases stay, and acknowledge without the socket.
-                self._say_goodbye()
-                self._lose("a call was interrupted")
-                raise
-            if self._core.outbox:
-                self._send_outbox(deadline)
-
-    def _send_outbox(self, deadline: float) -> None:
-        outbox = self._core.outbox
-        while outbox:
-            try:
-                self._channel.send(outbox.popleft(), deadline)
-            except ConnectionLost as error:
-                raise self._lose(str(error)) from error
-            except BaseException as error:
-                # A frame may have gone in part: the stream is of no use any more.
-                self._lose("a call ended while sending")
-                if isinstance(error, TimeoutError):
-                    raise RequestTimeout(f"{self._path} took nothing within {self._timeout_s:g} s") from None
-                raise
-
-    def _say_goodbye(self) -> None:
-        """Tell which leases go on. If it fails, the coordinator learns the rest from this process's death."""
-        self._core.say_goodbye()
-        with contextlib.suppress(RequestTimeout, ConnectionLost):
-            self._send_outbox(time.monotonic() + 1.0)
-
-    def _lose(self, reason: str) -> ConnectionLost:
-        self._lost = reason
-        self._channel.close()
-        for frame in self._core.outbox:
-            frame.discard()
-        self._core.outbox.clear()
-        self._core.forget_pools()
-        return ConnectionLost(f"the sidecar at {self._path} went away: {reason}; connect again")
-
-    def _check_usable(self) -> None:
+    def _usable(self, deadline: float) -> Pump:
+        """The connection, made again if it was lost and that is wanted."""
         if os.getpid() != self._pid:
             raise ClientClosed("this client belongs to the process that opened it; connect anew after a fork")
         if self._is_closed:
             raise ClientClosed("the client is closed")
-        if self._lost is not None:
-            raise ConnectionLost(f"the sidecar at {self._path} went away: {self._lost}; connect again")
+        pump = self._pump
+        if pump.lost is not None and self._reconnects:
+            with self._connecting:
+                if self._pump.lost is not None:
+                    self._pump = connect_again(self._path, self._name, self._namespace, deadline)
+            pump = self._pump
+        pump.check()
+        return pump
+
+
+connect = Client
+"""Connect to a sidecar; see `Client`."""

@@ -155,6 +155,31 @@ class Settings(BaseModel):
     control_words: Number = _setting(
         "leases that one connection may hold at once", "a whole number, 64 to 1048576", 16384, ge=64, le=1 << 20
     )
+    staging_bytes: PageSize = _setting(
+        "memory in which one client stages pixels, made when it first does, rounded up to the page",
+        "a size from 1MiB to 64TiB",
+        64 << 20,
+        ge=1 << 20,
+        le=64 << 40,
+    )
+    staging_bytes_total: PageSize = _setting(
+        "most memory in which all clients together stage pixels",
+        "a size from 1MiB to 64TiB",
+        512 << 20,
+        ge=1 << 20,
+        le=64 << 40,
+    )
+    lease_limit_s: Annotated[float, BeforeValidator(_no_bool)] = _setting(
+        "a lease held for longer, in seconds, meets the lease-limit-action; 0 for no limit",
+        "a number, 0 to 86400",
+        0.0,
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+    )
+    lease_limit_action: Annotated[Literal["quarantine", "kill"], BeforeValidator(_lower)] = _setting(
+        "quarantine counts and lists the lease, kill ends its process", "quarantine or kill", "quarantine"
+    )
     max_item_bytes: Size = _setting(
         "largest encoded item taken", "a size from 1KiB to 4GiB", 256 << 20, ge=1 << 10, le=4 << 30
     )

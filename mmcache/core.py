@@ -1,78 +1,54 @@
-"""A client's connection without its I/O: frames in, frames out. The faces of client.py move them.
+"""A client's connection without its I/O: frames in, frames out. The faces of client.py and aio.py move them.
 
-Threads: the faces call this one at a time; only `acknowledge` may come from anywhere, at any time.
+Threads: the faces call this one at a time; only `acknowledge` and `drop` may come from anywhere, at any time.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ipc.control import ControlMemory
 from ipc.errors import IpcError
-from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion, sealed_copy
-from mmcache.errors import (
-    ITEM_ERRORS,
-    CheckpointError,
-    ConfigError,
-    ItemError,
-    ProtocolError,
-    SidecarError,
-    UnreadableItem,
-)
-from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
+from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion, SharedRegion, sealed_copy
+from mmcache.errors import ITEM_ERRORS, ItemError, ProtocolError, UnreadableItem
+from mmcache.framing import Frame, Kind, Message, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.keys import KeyHasher
 from mmcache.lease import Lease, Served
 from mmcache.parts import Part
+from mmcache.pending import ANSWERS, Ask, Pending, PendingEncode, PendingOpen
 from mmcache.protocol import (
-    ACKNOWLEDGEMENT,
-    ENCODE_HEAD,
-    GRANT,
-    MAX_TIMEOUT_MS,
-    RESULTS_HEAD,
-    SUPPLY_WINDOW,
     Acknowledge,
     Bye,
     Cancel,
     ModelChanged,
     PoolAdded,
     PoolGone,
-    Reload,
-    Reloaded,
-    StatsRequest,
+    Recall,
     Supply,
     Unsettled,
     Welcome,
+    Withdraw,
 )
+from mmcache.records import (
+    ACKNOWLEDGEMENT,
+    ENCODE_HEAD,
+    GRANT,
+    MAX_REQUESTS,
+    MAX_TIMEOUT_MS,
+    OPEN_HEAD,
+    RESULTS_HEAD,
+    STAGED_ITEM,
+    SUPPLY_WINDOW,
+    TOKEN,
+)
+from mmcache.refs import SliceRef
 from mmcache.transport import take_descriptors
 
 MAX_SUPPLY_BYTES = 256 << 20
 """One memfd carries up to this many bytes, or one item."""
-
-
-class PendingEncode:
-    """One request in flight. `results` fills in place: a lease or an error for each of its positions."""
-
-    __slots__ = ("keys", "media", "num_open", "places", "request_id", "results")
-
-    def __init__(self, request_id: int, part: Part) -> None:
-        self.request_id = request_id
-        self.places, self.media, self.keys = part.places, part.media, part.keys
-        self.results: list[Lease | ItemError | None] = [None] * len(part.keys)
-        self.num_open = len(part.keys)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every position is settled."""
-        return self.num_open == 0
-
-    def fail(self, position: int, kind: str, reason: str) -> None:
-        """A position has its error."""
-        index, source = self.places[position], self.media[position].source
-        self.results[position] = ITEM_ERRORS.get(kind, ItemError)(reason, index=index, source=source)
-        self.num_open -= 1
 
 
 class ClientCore:
@@ -82,9 +58,8 @@ class ClientCore:
         outbox: frames to send, in order.
         live: tokens (slot and generation in one number) of shares that are not acknowledged; of them
         held: those that only the death of their memory acknowledges.
-        stats_reply: the last reply to `ask_stats`, or None.
-        reload_reply: the reply to the last `ask_reload`, or None.
         served: the model that is served, as far as was heard.
+        staging: this client's region for pixels, once it has one.
     """
 
     def __init__(self, welcome: Welcome, control_fd: int, namespace: str) -> None:
@@ -93,18 +68,17 @@ class ClientCore:
         self.control = ControlMemory.attach(control_fd)
         os.close(control_fd)
         self.outbox: deque[OutgoingFrame] = deque()
-        self.stats_reply: bytes | None = None
-        self._num_stats_due = 0
-        self.reload_reply: Reloaded | None = None
-        self._last_reload = 0
-        self.served = Served(welcome.fingerprint, welcome.dtype, welcome.dim)
+        self.served = Served(welcome.fingerprint, welcome.dtype, welcome.dim, welcome.processor)
+        self.staging: SharedRegion | None = None
+        self.live: set[int] = set()
+        self.held: set[int] = set()
         self._getpid = os.getpid  # also there when the interpreter goes down
         self._pid = os.getpid()
         self._pools: dict[int, ReadOnlyRegion] = {}
-        self._pending: dict[int, PendingEncode] = {}
-        self._last_request = 0
-        self.live: set[int] = set()
-        self.held: set[int] = set()
+        self._pending: dict[int, Pending] = {}
+        self._asks: dict[int, Ask] = {}
+        self._last_id = 0
+        self._dropped: deque[Callable[[], None]] = deque()
         self._late: deque[tuple[int, int]] = deque()
         ordered = self.control.store_is_ordered
         self._acknowledge = self.control.acknowledge if ordered else self._acknowledge_late
@@ -114,18 +88,34 @@ class ClientCore:
         """Whether this process opened the connection; a forked child must not acknowledge its parent's shares."""
         return self._getpid() == self._pid
 
-    def encode(self, part: Part, timeout_s: float) -> PendingEncode:
+    @property
+    def is_full(self) -> bool:
+        """Whether as many requests are in flight as may be."""
+        return len(self._pending) >= MAX_REQUESTS
+
+    def new_id(self) -> int:
+        """An id that nothing in flight has."""
+        self._last_id = (self._last_id + 1) & 0xFFFFFFFF
+        return self._last_id
+
+    def encode(self, part: Part, timeout_s: float, call_id: int = 0, consumers: int = 0) -> PendingEncode:
         """Start a request for the items of `part`."""
-        self._last_request = (self._last_request + 1) & 0xFFFFFFFF
-        pending = PendingEncode(self._last_request, part)
-        self._pending[pending.request_id] = pending
-        if self._late:
-            self._flush_late()
-        head = ENCODE_HEAD.pack(pending.request_id, min(int(timeout_s * 1000), MAX_TIMEOUT_MS), part.has_more)
-        self.outbox.append(pack_frame(Kind.ENCODE, None, b"".join((head, *part.keys))))
+        pending = PendingEncode(self.new_id(), part)
+        head = ENCODE_HEAD.pack(
+            pending.request_id, milliseconds(timeout_s), call_id, len(part.keys), consumers, part.has_more
+        )
+        staged = [STAGED_ITEM.pack(*item) for item in part.staged.items()] if part.staged else ()
+        self._start(pending, Kind.ENCODE, b"".join((head, *part.keys, *staged)))
         return pending
 
-    def cancel(self, pending: PendingEncode) -> None:
+    def open(self, refs: Sequence[SliceRef]) -> PendingOpen:
+        """Claim a share of each reference."""
+        pending = PendingOpen(self.new_id(), refs)
+        tokens = [TOKEN.pack(ref.token) for ref in refs]
+        self._start(pending, Kind.OPEN, b"".join((OPEN_HEAD.pack(pending.request_id), *tokens)))
+        return pending
+
+    def cancel(self, pending: Pending) -> None:
         """Give a request up. What it got is released; what arrives later is released on arrival."""
         if self._pending.pop(pending.request_id, None) is not None:
             self.outbox.append(pack_frame(Kind.CANCEL, Cancel(request_id=pending.request_id)))
@@ -133,24 +123,32 @@ class ClientCore:
             if isinstance(result, Lease):
                 result.release()
 
-    def ask_stats(self) -> None:
-        """Ask for the counters."""
-        self.stats_reply = None
-        self._num_stats_due += 1
-        self.outbox.append(pack_frame(Kind.STATS, StatsRequest()))
+    def settle(self, requests: Sequence[Pending]) -> None:
+        """A call is over: its grants belong to its user and are not recalled any more."""
+        for pending in requests:
+            self._pending.pop(pending.request_id, None)
 
-    def ask_reload(self, model: str, folder: str) -> None:
-        """Ask for new weights; see `Reload`."""
-        self.reload_reply = None
-        self._last_reload += 1
-        self.outbox.append(pack_frame(Kind.RELOAD, Reload(reload_id=self._last_reload, model=model, folder=folder)))
+    def ask(self, kind: Kind, ask: Ask, message: Message | None, body: bytes = b"", fds: Sequence[int] = ()) -> None:
+        """Ask something of which one frame is the answer. `fds` are closed once they are sent."""
+        self._asks[ask.ask_id] = ask
+        self._tidy()
+        self.outbox.append(pack_frame(kind, message, body, fds, owned=True))
 
-    def check_reload(self) -> None:
-        """Raise the ConfigError, CheckpointError or SidecarError that the last reload ended with, if it did."""
-        reply = self.reload_reply
-        if reply is not None and reply.error:
-            kinds = {"ConfigError": ConfigError, "CheckpointError": CheckpointError}
-            raise kinds.get(reply.error, SidecarError)(reply.reason)
+    def tell(self, kind: Kind, message: Message, body: bytes = b"") -> None:
+        """Say something that has no answer."""
+        self.outbox.append(pack_frame(kind, message, body))
+
+    def withdraw(self, tokens: Sequence[int]) -> None:
+        """End the unclaimed shares of offers, and staged slices."""
+        self.tell(Kind.WITHDRAW, Withdraw(), b"".join(map(TOKEN.pack, tokens)))
+
+    def give_up(self, ask: Ask) -> None:
+        """Nobody waits for the answer any more."""
+        self._asks[ask.ask_id] = Ask(ask.ask_id)  # its answer still comes
+
+    def drop(self, action: Callable[[], None]) -> None:
+        """Do this with the next call: for finalizers, which may run in the middle of anything."""
+        self._dropped.append(action)
 
     def receive(self, frame: Frame) -> None:
         """Take a frame in.
@@ -158,30 +156,21 @@ class ClientCore:
         Raises:
             ProtocolError: it does not belong here.
         """
-        if frame.kind == Kind.POOL_ADDED:
+        if frame.kind == Kind.RESULTS:
+            close_all(frame.fds)
+            self._on_results(frame)
+        elif frame.kind == Kind.POOL_ADDED:
             added = parse(PoolAdded, frame)
             (fd,) = take_descriptors(frame, 1)
             try:
                 self._pools[added.pool_id] = ReadOnlyRegion.attach(fd, SEALS_READERS)
             finally:
                 os.close(fd)
-            return
-        close_all(frame.fds)
-        if frame.kind == Kind.RESULTS:
-            self._on_results(frame)
-        elif frame.kind == Kind.POOL_GONE:
-            self._pools.pop(parse(PoolGone, frame).pool_id, None)
-        elif frame.kind == Kind.STATS_REPLY:
-            self._num_stats_due -= 1  # an earlier call may have given up before its answer came
-            self.stats_reply = frame.body if self._num_stats_due == 0 else None
-        elif frame.kind == Kind.MODEL_CHANGED:
-            changed = parse(ModelChanged, frame)
-            self.served = Served(changed.fingerprint, changed.dtype, changed.dim)
-        elif frame.kind == Kind.RELOADED:
-            reloaded = parse(Reloaded, frame)  # an earlier call may have given up before its answer came
-            self.reload_reply = reloaded if reloaded.reload_id == self._last_reload else None
+        elif frame.kind in ANSWERS:
+            self._on_answer(frame)
         else:
-            raise ProtocolError(f"frame of kind {frame.kind} does not belong here")
+            close_all(frame.fds)
+            self._on_news(frame)
 
     def acknowledge(self, token: int) -> None:
         """A share ends. A store into the control memory; where stores are not ordered, a message with the next call."""
@@ -203,15 +192,49 @@ class ClientCore:
     def forget_pools(self) -> None:
         """No grant will come any more: each pool is unmapped when its last lease and view are gone."""
         self._pools.clear()
+        if self.staging is not None:
+            self.staging.close()
 
     def say_goodbye(self) -> None:
         """No more calls. Shares that are live go on; all others have ended, those too that are still on the way."""
-        self._flush_late()
+        self._tidy()
         live = b"".join(ACKNOWLEDGEMENT.pack(token >> 32, token & 0xFFFFFFFF) for token in tuple(self.live))
         self.outbox.append(pack_frame(Kind.BYE, Bye(), live))
 
+    def _start(self, pending: Pending, kind: Kind, body: bytes) -> None:
+        self._pending[pending.request_id] = pending
+        if self._late or self._dropped:
+            self._tidy()
+        self.outbox.append(pack_frame(kind, None, body))
+
     def _acknowledge_late(self, slot: int, generation: int) -> None:
         self._late.append((slot, generation))
+
+    def _on_news(self, frame: Frame) -> None:
+        if frame.kind == Kind.POOL_GONE:
+            self._pools.pop(parse(PoolGone, frame).pool_id, None)
+        elif frame.kind == Kind.RECALL:
+            recall = parse(Recall, frame)
+            if (pending := self._pending.get(recall.request_id)) is not None:
+                pending.recall(recall.positions)
+        elif frame.kind == Kind.MODEL_CHANGED:
+            changed = parse(ModelChanged, frame)
+            self.served = Served(changed.fingerprint, changed.dtype, changed.dim, changed.processor)
+        else:
+            raise ProtocolError(f"frame of kind {frame.kind} does not belong here")
+
+    def _on_answer(self, frame: Frame) -> None:
+        ask = self._asks.pop(Ask.id_of(frame), None)
+        if ask is None:
+            close_all(frame.fds)
+            raise ProtocolError(f"an answer of kind {frame.kind} came that nobody asked for")
+        if frame.fds:
+            (fd,) = take_descriptors(frame, 1)
+            try:
+                self.staging = SharedRegion.attach(fd)
+            finally:
+                os.close(fd)
+        ask.answer = frame
 
     def _on_results(self, frame: Frame) -> None:
         (request_id,) = RESULTS_HEAD.unpack_from(frame.body)
@@ -222,65 +245,85 @@ class ClientCore:
                 self._acknowledge(slot, generation)
             return
         self._on_grants(pending, grants)
-        if frame.header:
-            unsettled = parse(Unsettled, frame)
-            for position, kind, reason in zip(unsettled.failed, unsettled.errors, unsettled.reasons, strict=True):
-                pending.fail(position, kind, reason)
+        if not frame.header:
+            return
+        unsettled = parse(Unsettled, frame)
+        for position, token in zip(unsettled.offered, unsettled.tokens, strict=True):
+            pending.offer(position, token)
+        for position, kind, reason in zip(unsettled.failed, unsettled.errors, unsettled.reasons, strict=True):
+            pending.fail(position, ITEM_ERRORS.get(kind, ItemError), reason)
+        if isinstance(pending, PendingEncode):
             if unsettled.need:
                 self._supply(pending, unsettled.need)
             if unsettled.verify:
                 self._supply_to_verify(pending, unsettled.verify[:SUPPLY_WINDOW])
-        if pending.is_done:
-            self._pending.pop(request_id, None)
 
-    def _on_grants(self, pending: PendingEncode, grants: bytes) -> None:
+    def _on_grants(self, pending: Pending, grants: bytes) -> None:
         keys, results, pools, add, served = pending.keys, pending.results, self._pools, self.live.add, self.served
+        num = 0
         for record in GRANT.iter_unpack(grants):
             position, slot, generation, _, pool_id, *_ = record
             token = slot << 32 | generation
-            results[position] = Lease(self, token, keys[position], pools[pool_id], served, record)
+            of = served if pending.served is None else pending.served[position]
+            results[position] = Lease(self, token, keys[position], pools[pool_id], of, record)
             add(token)
-        pending.num_open -= len(grants) // GRANT.size
+            num += 1
+        pending.num_open -= num
 
     def _supply(self, pending: PendingEncode, positions: Sequence[int]) -> None:
         """Send the bytes of needed items, a memfd for as many of them as its bound allows."""
         batch: list[int] = []
         nbytes = 0
         for position in positions:
-            size = pending.media[position].nbytes
+            try:
+                size = pending.part.media(position).nbytes
+            except ItemError as error:
+                self._leave_out(pending, [position], error)
+                continue
             if batch and nbytes + size > MAX_SUPPLY_BYTES:
                 self._send_supply(pending, batch)
                 batch, nbytes = [], 0
             batch.append(position)
             nbytes += size
-        self._send_supply(pending, batch)
+        if batch:
+            self._send_supply(pending, batch)
 
     def _supply_to_verify(self, pending: PendingEncode, positions: Sequence[int]) -> None:
         """Send the bytes of items that are served already, a memfd each; one that cannot be sent is left out."""
         for position in positions:
-            with suppress(IpcError):
+            with suppress(IpcError, ItemError):
                 self.outbox.append(_supply_frame(pending, [position]))
 
     def _send_supply(self, pending: PendingEncode, positions: Sequence[int]) -> None:
         try:
             self.outbox.append(_supply_frame(pending, positions))
-        except IpcError as error:
-            for position in positions:
-                pending.fail(position, UnreadableItem.__name__, f"cannot be sent: {error}")
-            cancel = Cancel(request_id=pending.request_id, positions=list(positions))
-            self.outbox.append(pack_frame(Kind.CANCEL, cancel))
+        except (IpcError, ItemError) as error:
+            self._leave_out(pending, positions, UnreadableItem(f"cannot be sent: {error}"))
 
-    def _flush_late(self) -> None:
+    def _leave_out(self, pending: PendingEncode, positions: Sequence[int], error: ItemError) -> None:
+        for position in positions:
+            pending.fail(position, type(error), error.reason)
+        self.tell(Kind.CANCEL, Cancel(request_id=pending.request_id, positions=list(positions)))
+
+    def _tidy(self) -> None:
+        """Do what finalizers left, and send acknowledgements that go by message."""
+        while self._dropped:
+            self._dropped.popleft()()
         records = []
         while self._late:
             records.append(ACKNOWLEDGEMENT.pack(*self._late.popleft()))
         if records:
-            self.outbox.append(pack_frame(Kind.ACKNOWLEDGE, Acknowledge(), b"".join(records)))
+            self.tell(Kind.ACKNOWLEDGE, Acknowledge(), b"".join(records))
+
+
+def milliseconds(seconds: float) -> int:
+    """As frames carry a time."""
+    return max(0, min(int(seconds * 1000), MAX_TIMEOUT_MS))
 
 
 def _supply_frame(pending: PendingEncode, positions: Sequence[int]) -> OutgoingFrame:
     """The bytes of some items in one memfd. Raises `IpcError` if there is none to be had."""
-    media = [pending.media[position] for position in positions]
+    media = [pending.part.media(position) for position in positions]
     fd, offsets = sealed_copy("mmcache-supply", [item.raw for item in media])
     supply = Supply(
         request_id=pending.request_id, positions=list(positions), kinds=[item.kind for item in media],

@@ -9,6 +9,7 @@ MMCacheError
 │   ├── ProtocolError        a frame broke the protocol
 │   │   └── ProtocolMismatch the two ends speak different protocol versions
 │   └── ConnectionLost       the sidecar went away during or before a call (also ConnectionError)
+├── RequestCancelled         the call was cancelled by its handle
 ├── RequestTimeout           a call outlived its timeout (also TimeoutError)
 ├── ClientClosed             the client was closed, or is used in a forked child or inside its own call
 ├── LeaseReleased            a lease was used after its release
@@ -24,6 +25,10 @@ MMCacheError
     ├── EncodeFailed         the ranks failed to encode it
     ├── PoolExhausted        no room within the deadline, or ever (also ipc.errors.ExtentTooLarge's case)
     ├── TooManyLeases        the connection holds as many leases as its control memory has words
+    ├── NotCached            only its key was given, and no tier has its embedding
+    ├── SliceGone            a reference is over: claimed by all, cancelled, or its maker has died
+    ├── StagingExhausted     no room for pixels within the deadline, or ever
+    ├── WrongEmbedding       an embedding given to `put` does not fit the model that is served
     └── DeadlineExceeded     the request's deadline passed before this item was done
 """
 
@@ -76,6 +81,10 @@ class ConnectionLost(SidecarError, ConnectionError):
 
 class RequestTimeout(MMCacheError, TimeoutError):
     """A call outlived its timeout. Whatever arrives for it later is released at once."""
+
+
+class RequestCancelled(MMCacheError):
+    """The call was cancelled by its handle."""
 
 
 class ClientClosed(MMCacheError):
@@ -144,6 +153,22 @@ class TooManyLeases(ItemError):
     """The connection holds as many leases as its control memory has words."""
 
 
+class NotCached(ItemError):
+    """Only its key was given, and no tier has its embedding."""
+
+
+class SliceGone(ItemError):
+    """A reference is over: all its consumers have come, it was cancelled, or the process that made it is gone."""
+
+
+class StagingExhausted(ItemError):
+    """No room in the staging region within the deadline, or pixels larger than it."""
+
+
+class WrongEmbedding(ItemError):
+    """An embedding that was given does not fit the model that is served: its shape, dtype, grid or fingerprint."""
+
+
 class DeadlineExceeded(ItemError):
     """The request's deadline passed before this item was done."""
 
@@ -161,6 +186,10 @@ ITEM_ERRORS: dict[str, type[ItemError]] = {
         EncodeFailed,
         PoolExhausted,
         TooManyLeases,
+        NotCached,
+        SliceGone,
+        StagingExhausted,
+        WrongEmbedding,
         DeadlineExceeded,
     )
 }

@@ -45,6 +45,18 @@ class Kind(IntEnum):
     RELOAD = 14
     RELOADED = 15
     MODEL_CHANGED = 16
+    OPEN = 17
+    WITHDRAW = 18
+    STAGE = 19
+    STAGE_PLACES = 20
+    STAGED = 21
+    LOOKUP = 22
+    LOOKUP_REPLY = 23
+    PUT = 24
+    PUT_REPLY = 25
+    LEASES = 26
+    LEASES_REPLY = 27
+    RECALL = 28
 
     START_RANK = 32
     RANK_READY = 33

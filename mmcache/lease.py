@@ -10,7 +10,8 @@ import numpy as np
 
 from mmcache.errors import LeaseReleased
 from mmcache.keys import ContentKey, Fingerprint
-from mmcache.protocol import ORIGINS, Grant
+from mmcache.records import ORIGINS, Grant
+from mmcache.refs import SliceRef
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 
 
 class Served(NamedTuple):
-    """The model that grants are of: what the sidecar said last."""
+    """The model that grants are of: what the sidecar said last. `processor`: its preprocessing settings, JSON."""
 
     fingerprint: str
     dtype: str
     dim: int
+    processor: str
 
 
 class Share:
@@ -49,9 +51,10 @@ class Lease:
 
     Attributes:
         key: content key of the item; `str()` is 32 hex digits.
+        offer: token of the shares that others may claim, 0 if there are none; `ref` says the rest.
     """
 
-    __slots__ = ("_core", "_held", "_record", "_region", "_served", "_share", "_token", "key")
+    __slots__ = ("_core", "_held", "_record", "_region", "_served", "_share", "_token", "key", "offer")
 
     def __init__(
         self, core: ClientCore, token: int, key: ContentKey, region: ReadOnlyRegion, served: Served,
@@ -60,6 +63,7 @@ class Lease:
         self._core: ClientCore | None = core
         self._token = token
         self.key = key
+        self.offer = 0
         self._served = served
         self._region = region
         self._record = record  # a `Grant` when it is looked at: most leases are asked for little, and there are many
@@ -99,6 +103,24 @@ class Lease:
     def grid_thw(self) -> tuple[int, int, int]:
         """Patches in time, height and width, before merging."""
         return self._grant[-3:]
+
+    @property
+    def ref(self) -> SliceRef:
+        """What other processes `open` to claim a share, if it was encoded for `consumers`.
+
+        Good until all shares are claimed, they are cancelled (`client.cancel`), or this process or its client ends; the
+        release of this lease changes nothing about them.
+
+        Raises:
+            ValueError: it has no shares for others.
+        """
+        if not self.offer:
+            raise ValueError("the lease has no shares for others: encode(..., consumers=N) offers N")
+        served, grant = self._served, self._grant
+        return SliceRef(
+            self.offer, str(self.key), served.fingerprint, served.dtype, grant.num_tokens, self.dim, grant.nbytes,
+            self.grid_thw,
+        )  # fmt: skip
 
     @property
     def origin(self) -> str:

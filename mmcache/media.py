@@ -57,7 +57,7 @@ SHAPE_HINTS = (
 Side = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
-class _Header(BaseModel):
+class CanonicalHeader(BaseModel):
     """Canonical: the fields in their order, no spaces, unset ones left out."""
 
     model_config = ConfigDict(
@@ -69,14 +69,14 @@ class _Header(BaseModel):
         return self.model_dump_json(exclude_none=True).encode()
 
 
-class ArrayHeader(_Header):
+class ArrayHeader(CanonicalHeader):
     """Header of an `array`: an RGB picture, a gray one, or a video chunk of RGB frames."""
 
     dtype: Literal["uint8"] = "uint8"
     shape: tuple[Side, Side, Literal[3]] | tuple[Side, Side] | tuple[Side, Side, Side, Literal[3]]
 
 
-class PilHeader(_Header):
+class PilHeader(CanonicalHeader):
     """Header of a `pil`: everything besides the pixels that decides the colours."""
 
     mode: Annotated[str, Field(max_length=8)]

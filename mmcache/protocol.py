@@ -2,59 +2,18 @@
 
 from __future__ import annotations
 
-import struct
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from mmcache.errors import ProtocolError
-from mmcache.framing import Frame, Message
+from mmcache.framing import Message
+from mmcache.records import MAX_CONSUMERS, MAX_ITEMS, SUPPLY_WINDOW
 
-PROTOCOL_VERSION = 1
-KEY_BYTES = 16
-MAX_ITEMS = 1024
-SUPPLY_WINDOW = 32
-"""Items of one request whose bytes are asked for at once: bounds what a request of large files holds in memory."""
-MAX_TIMEOUT_MS = (1 << 32) - 1
+PROTOCOL_VERSION = 2
+MAX_STAGED = 64
+"""Slices that one STAGE asks room for."""
 
-ORIGINS = ("encoded", "pool", "host", "store")
-"""Where an embedding came from, by the code in a grant record."""
-
-GRANT = struct.Struct("<IIIHxxIIQQHHHxx")
-"""A `Grant`."""
-
-GRANT_HEAD = struct.Struct("<IIIHxx")
-GRANT_EXTENT = struct.Struct("<IIQQHHHxx")
-"""The two halves of a grant record; the second is packed once, when the extent is published."""
-
-
-class Grant(NamedTuple):
-    """A grant record: one position's share, where in which pool its extent lies, and what it is."""
-
-    position: int
-    slot: int
-    generation: int
-    origin: int
-    pool_id: int
-    num_tokens: int
-    offset: int
-    nbytes: int
-    t: int
-    h: int
-    w: int
-
-
-ACKNOWLEDGEMENT = struct.Struct("<II")
-"""slot, generation."""
-
-ENCODE_HEAD = struct.Struct("<II?xxx")
-"""Start of an `ENCODE` body, which has no header: request id, timeout in milliseconds, whether more of the
-same call follows at once; then keys of 16 bytes."""
-
-RESULTS_HEAD = struct.Struct("<I")
-"""Start of a `RESULTS` body: request id; then grant records. The header is empty unless there is more to say."""
-
-
+Uint16 = Annotated[int, Field(ge=0, lt=1 << 16)]
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 Uint64 = Annotated[int, Field(ge=0, lt=1 << 64)]
 Position = Annotated[int, Field(ge=0, lt=MAX_ITEMS)]
@@ -88,6 +47,10 @@ class Welcome(Message):
     dim: int
     control_words: int
     max_item_bytes: int
+    max_pixels: int
+    orientation: str
+    processor: str
+    """Canonical JSON of the preprocessing settings, from which sizes follow."""
 
 
 class Refused(Message):
@@ -115,10 +78,12 @@ class Unsettled(Message):
     """The header of a `RESULTS` frame that has more than grants.
 
     `need`: positions whose bytes are asked for. `verify`: positions that have their grant, whose bytes are asked for to
-    check it; a client may leave them out.
+    check it; a client may leave them out. `offered`: positions whose grant has shares for others, and their tokens.
     """
 
     need: Positions = []
+    offered: Positions = []
+    tokens: Annotated[list[Uint64], Field(max_length=MAX_ITEMS)] = []
     verify: Positions = []
     failed: Positions = []
     errors: Annotated[list[str], Field(max_length=MAX_ITEMS)] = []
@@ -157,7 +122,7 @@ class Reload(Message):
     `model`: a preset or a folder, empty for the model that is served; `folder`: the same as an absolute path.
     """
 
-    reload_id: Uint32
+    ask_id: Uint32
     model: Annotated[str, Field(max_length=4096)] = ""
     folder: Annotated[str, Field(max_length=4096)] = ""
 
@@ -165,7 +130,7 @@ class Reload(Message):
 class Reloaded(Message):
     """The model is served, or the error why all is as before."""
 
-    reload_id: Uint32
+    ask_id: Uint32
     error: str = ""
     reason: str = ""
 
@@ -177,24 +142,93 @@ class ModelChanged(Message):
     model: str
     dtype: str
     dim: int
+    processor: str
 
 
 class StatsRequest(Message):
     """Ask for the counters."""
 
+    ask_id: Uint32
+
 
 class StatsReply(Message):
     """Body: the counters, JSON."""
 
+    ask_id: Uint32
 
-def parse_encode(frame: Frame) -> tuple[int, int, bool, bytes]:
-    """Request id, timeout in milliseconds, whether more follows, and keys of an `ENCODE` frame.
 
-    Raises:
-        ProtocolError: no keys, too many, or not whole ones.
+class LeasesRequest(Message):
+    """Ask who holds what. `limit`: leases listed at most, the oldest first. `check`: look for broken books too."""
+
+    ask_id: Uint32
+    limit: Annotated[int, Field(ge=0, le=10_000)] = 1000
+    check: bool = False
+
+
+class LeasesReply(Message):
+    """Body: JSON."""
+
+    ask_id: Uint32
+
+
+class Recall(Message):
+    """The sidecar takes back grants of a call that waits for room, because an earlier one needs theirs.
+
+    The client acknowledges them; the positions are open again and will be settled anew.
     """
-    num_items, rest = divmod(len(frame.body) - ENCODE_HEAD.size, KEY_BYTES)
-    if rest or not 1 <= num_items <= MAX_ITEMS or frame.header:
-        raise ProtocolError(f"ENCODE has {len(frame.body)} bytes of body: not 1 to {MAX_ITEMS} keys")
-    request_id, timeout_ms, has_more = ENCODE_HEAD.unpack_from(frame.body)
-    return request_id, timeout_ms, has_more, frame.body[ENCODE_HEAD.size :]
+
+    request_id: Uint32
+    positions: Positions
+
+
+class Withdraw(Message):
+    """End the unclaimed shares of offers, and staged slices, of this connection. Body: tokens. No reply."""
+
+
+class Stage(Message):
+    """Ask for room for pixels in this client's staging region, made at its first use. Body: keys. Columns."""
+
+    ask_id: Uint32
+    timeout_ms: Uint32
+    consumers: Annotated[int, Field(ge=1, le=MAX_CONSUMERS)] = 1
+    kinds: Annotated[list[Annotated[str, Field(max_length=16)]], Field(max_length=MAX_STAGED)]
+    headers: Annotated[list[Annotated[bytes, Field(max_length=4096)]], Field(max_length=MAX_STAGED)]
+    sizes: Annotated[list[Uint64], Field(max_length=MAX_STAGED)]
+
+
+class StagePlaces(Message):
+    """Where to write them, or why not; columns. The first carries the region's descriptor.
+
+    `errors`: empty where there is a place.
+    """
+
+    ask_id: Uint32
+    tokens: list[Uint64] = []
+    offsets: list[Uint64] = []
+    errors: list[str] = []
+    reasons: list[str] = []
+
+
+class Staged(Message):
+    """The pixels are in place. Body: tokens. No reply."""
+
+
+class Put(Message):
+    """An embedding made elsewhere, in a sealed memfd that travels along, for a key of this connection's namespace."""
+
+    ask_id: Uint32
+    timeout_ms: Uint32
+    fingerprint: Annotated[bytes, Field(min_length=16, max_length=16)]
+    key: Annotated[bytes, Field(min_length=16, max_length=16)]
+    num_tokens: Annotated[int, Field(ge=1, lt=1 << 32)]
+    grid: tuple[Uint16, Uint16, Uint16]
+    cost_seconds: Annotated[float, Field(ge=0, le=3600)] = 0.0
+
+
+class PutReply(Message):
+    """It is cached (`is_new`), was cached already, or the error why not."""
+
+    ask_id: Uint32
+    is_new: bool = False
+    error: str = ""
+    reason: str = ""

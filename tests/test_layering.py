@@ -20,9 +20,26 @@ LEAVES = {"_version", "paths", "sizes"}
 
 # A part of mmcache is a subpackage, or a group of modules. Every part may import itself, errors and the leaves.
 GROUPS = {
-    "protocol": {"framing", "protocol", "transport"},
+    "protocol": {"framing", "protocol", "records", "transport"},
     "config": {"config", "config_sources"},
-    "client": {"__init__", "client", "core", "handshake", "lease", "parts", "turns"},
+    "client": {
+        "__init__",
+        "asking",
+        "asks",
+        "client",
+        "core",
+        "encode_call",
+        "handle",
+        "handshake",
+        "lease",
+        "link",
+        "parts",
+        "pending",
+        "planning",
+        "pump",
+        "refs",
+        "staging",
+    },
     "cli": {"__main__"},
 }
 TORCH_FREE_ENCODER = {"encoder.sizing", "encoder.sharding"}

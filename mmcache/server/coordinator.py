@@ -16,7 +16,8 @@ from mmcache._version import __version__
 from mmcache.config import Settings
 from mmcache.errors import DeadlineExceeded, EncodeFailed, ItemError, PoolExhausted, TooManyLeases
 from mmcache.keys import Fingerprint
-from mmcache.protocol import GRANT_EXTENT, ORIGINS, PROTOCOL_VERSION, Welcome
+from mmcache.protocol import PROTOCOL_VERSION, Welcome
+from mmcache.records import GRANT_EXTENT, ORIGINS
 from mmcache.server.channel import Poller
 from mmcache.server.connection import Connection
 from mmcache.server.decoders import Decoders
@@ -94,6 +95,8 @@ class Coordinator:
             protocol=PROTOCOL_VERSION, version=__version__, seed=self._seed, fingerprint=str(self.fingerprint),
             model=self.facts.model, dtype=self.facts.dtype, dim=self.facts.dim,
             control_words=self.settings.control_words, max_item_bytes=self.settings.max_item_bytes,
+            max_pixels=self.settings.max_pixels, orientation=self.settings.orientation,
+            processor=self.facts.processor.canonical(),
         )  # fmt: skip
 
     def adopt(self, facts: ModelFacts) -> None:

@@ -10,6 +10,7 @@ from ipc.errors import MemoryUnavailable
 from mmcache.config import Settings
 from mmcache.errors import CheckpointError, ConfigError, MMCacheError, SidecarError
 from mmcache.keys import Fingerprint, fingerprint
+from mmcache.protocol import ModelChanged
 from mmcache.server.messages import Loaded, ModelReport, StartFailed
 
 
@@ -28,6 +29,13 @@ class ModelFacts:
     def token_bytes(self) -> int:
         """Bytes of one token's embedding."""
         return self.dim * {"float32": 4, "bfloat16": 2}[self.dtype]
+
+    def changed(self) -> ModelChanged:
+        """What a client is told of a model that is served from now on."""
+        return ModelChanged(
+            fingerprint=str(self.fingerprint), model=self.model, dtype=self.dtype, dim=self.dim,
+            processor=self.processor.canonical(),
+        )  # fmt: skip
 
 
 def facts_of(settings: Settings, model: str, report: ModelReport) -> ModelFacts:

@@ -14,7 +14,7 @@ from ipc.errors import ExtentTooLarge
 from ipc.pool import Extent
 from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, PoolExhausted, UnsupportedItem
 from mmcache.keys import ContentKey, Fingerprint, store_key
-from mmcache.protocol import ORIGINS
+from mmcache.records import ORIGINS
 from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
 from mmcache.server.decoders import Pixels, Supplied
 from mmcache.server.facts import ModelFacts

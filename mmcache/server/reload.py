@@ -34,10 +34,10 @@ class Reloads:
         """Load what is asked for and serve it. `reply` is called once, when that is done or has failed."""
         if self._task is not None and not self._task.done():
             reason = "a reload is under way; try again when it has ended"
-            reply(Reloaded(reload_id=reload.reload_id, error=SidecarError.__name__, reason=reason))
+            reply(Reloaded(ask_id=reload.ask_id, error=SidecarError.__name__, reason=reason))
             return
         model = reload.model if reload.model in PRESETS else reload.folder
-        self._task = self._loop.create_task(self._reload(model or self._home.facts.model, reload.reload_id, reply))
+        self._task = self._loop.create_task(self._reload(model or self._home.facts.model, reload.ask_id, reply))
         self._task.add_done_callback(self._ended)
 
     def cancel(self) -> None:
@@ -45,14 +45,14 @@ class Reloads:
         if self._task is not None:
             self._task.cancel()
 
-    async def _reload(self, model: str, reload_id: int, reply: Callable[[Reloaded], None]) -> None:
+    async def _reload(self, model: str, ask_id: int, reply: Callable[[Reloaded], None]) -> None:
         try:
             await self._load_and_switch(model)
         except MMCacheError as error:
             log.error("reload: %s; all stays as it was", error)
-            reply(Reloaded(reload_id=reload_id, error=type(error).__name__, reason=str(error)[:4000]))
+            reply(Reloaded(ask_id=ask_id, error=type(error).__name__, reason=str(error)[:4000]))
         else:
-            reply(Reloaded(reload_id=reload_id))
+            reply(Reloaded(ask_id=ask_id))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (fault := task.exception()) is not None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmcache.errors import ItemError
 from mmcache.framing import Kind, pack_frame
-from mmcache.protocol import GRANT, GRANT_HEAD, KEY_BYTES, RESULTS_HEAD, SUPPLY_WINDOW, Unsettled
+from mmcache.protocol import Unsettled
+from mmcache.records import GRANT_HEAD, KEY_BYTES, RESULTS_HEAD, SUPPLY_WINDOW, EncodeFrame
 
 if TYPE_CHECKING:
     from ipc.leases import Holder, Share
@@ -88,6 +89,18 @@ class Flight:
         return True
 
 
+class Call:
+    """What the client's user asked for at once: one request or several.
+
+    `order`: of its arrival among all calls; room in the pool is given in this order.
+    """
+
+    __slots__ = ("order",)
+
+    def __init__(self, order: int) -> None:
+        self.order = order
+
+
 class Request:
     """One encode request of one connection: what is settled is sent in as few frames as the loop's turns allow.
 
@@ -95,6 +108,9 @@ class Request:
         keys: content keys by position.
         open: the flight of every position that is not settled.
         asked: positions whose bytes the client was asked for.
+        shares: what was granted, by position.
+        consumers: how many others may claim a share of each grant.
+        staged: tokens of deferred slices, by position.
     """
 
     __slots__ = (
@@ -105,29 +121,36 @@ class Request:
         "_is_finished",
         "_need",
         "_reasons",
-        "_sent",
         "_timer",
         "_verify",
         "_window",
         "asked",
+        "call",
         "connection",
+        "consumers",
         "deadline",
         "holder",
         "keys",
         "open",
         "request_id",
+        "shares",
+        "staged",
     )  # fmt: skip
 
-    def __init__(self, connection: Connection, holder: Holder, request_id: int, keys: bytes, timeout_s: float) -> None:
+    def __init__(self, connection: Connection, holder: Holder, call: Call, encode: EncodeFrame) -> None:
+        keys = encode.keys
         self.connection = connection
         self.holder = holder
-        self.request_id = request_id
+        self.call = call
+        self.request_id = encode.request_id
+        self.consumers = encode.consumers
+        self.staged = encode.staged
         self.keys: tuple[bytes, ...] = struct.unpack(f"{KEY_BYTES}s" * (len(keys) // KEY_BYTES), keys)
         self.open: dict[int, Flight] = {}
         self.asked: set[int] = set()
-        self._sent: list[bytes] = []
+        self.shares: dict[int, Share] = {}
         self._is_finished = False
-        self.deadline = asyncio.get_running_loop().time() + timeout_s
+        self.deadline = asyncio.get_running_loop().time() + encode.timeout_ms / 1000
         self._granted: list[Any] = []
         self._need: list[int] = []
         self._verify: list[int] = []
@@ -146,6 +169,7 @@ class Request:
 
     def send_grant(self, position: int, share: Share, extent: Extent, origin: int) -> None:
         """A position has its lease. The extent was published with its half of the record (`GRANT_EXTENT`)."""
+        self.shares[position] = share
         self._granted += (GRANT_HEAD.pack(position, share.slot, share.generation, origin), extent.info)
         if self.open and self.open.pop(position, None) is not None:
             self._flush_soon()
@@ -181,7 +205,6 @@ class Request:
         if self._granted or more is not None:
             body = b"".join((RESULTS_HEAD.pack(self.request_id), *self._granted))
             self._granted.clear()
-            self._sent.append(body)
             self.connection.send(pack_frame(Kind.RESULTS, more, body))
         if not self.open:
             self._finish()
@@ -213,11 +236,6 @@ class Request:
         if not self._flush_due:
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self.flush)
-
-    def grants(self) -> set[tuple[int, int]]:
-        """Slot and generation of every lease that was sent."""
-        records = (record for body in self._sent for record in GRANT.iter_unpack(body[RESULTS_HEAD.size :]))
-        return {(slot, generation) for _, slot, generation, *_ in records}
 
     def _finish(self) -> None:
         if self._is_finished:

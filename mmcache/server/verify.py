@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from ipc.pool import Extent
 from mmcache.errors import ItemError
 from mmcache.keys import ContentKey, Fingerprint, store_key
-from mmcache.protocol import GRANT_EXTENT
+from mmcache.records import GRANT_EXTENT
 from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
 from mmcache.server.decoders import Supplied
 from mmcache.server.ingest import IngestBusyError

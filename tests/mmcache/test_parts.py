@@ -7,7 +7,7 @@ from typing import Any
 import mmcache
 from mmcache.keys import KeyHasher
 from mmcache.parts import PART_BYTES, cut
-from mmcache.protocol import MAX_ITEMS
+from mmcache.records import MAX_ITEMS
 from tests.mmcache.support import SidecarProcess, image
 
 

@@ -18,7 +18,8 @@ from ipc.memory_shm import sealed_copy
 from mmcache.errors import ProtocolError
 from mmcache.framing import MAGIC, MAX_BODY_BYTES, PREFIX, FrameReader, Kind, pack_frame, parse
 from mmcache.handshake import shake_hands
-from mmcache.protocol import ENCODE_HEAD, Cancel, Hello, StatsRequest, Supply, Unsettled
+from mmcache.protocol import Cancel, Hello, StatsRequest, Supply, Unsettled
+from mmcache.records import ENCODE_HEAD
 from mmcache.transport import BlockingChannel, receive_once, rights
 from tests.mmcache.support import SidecarProcess, eventually, image
 

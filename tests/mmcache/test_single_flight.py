@@ -16,7 +16,7 @@ import mmcache
 from mmcache.framing import Kind, pack_frame
 from mmcache.keys import KeyHasher
 from mmcache.parts import cut
-from mmcache.protocol import ENCODE_HEAD
+from mmcache.records import ENCODE_HEAD
 from tests.mmcache.support import SidecarProcess, eventually, image
 
 

@@ -1,0 +1,170 @@
+"""What a client asks besides embeddings: one question and one answer each."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mmcache import asks
+from mmcache.core import ClientCore
+from mmcache.errors import ItemError
+from mmcache.keys import ContentKey, Fingerprint
+from mmcache.media import describe
+from mmcache.parts import checked_keys
+from mmcache.planning import Plan, plan_item
+from mmcache.pump import Pump
+from mmcache.records import MAX_ITEMS
+from mmcache.refs import StagedRef
+from mmcache.staging import checked_embedding
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+T = TypeVar("T")
+Item = Any
+"""bytes, a path (str or Path), a PIL image, a uint8 numpy array or CPU tensor of any memory layout: H×W×3 (RGB), H×W
+(gray: the same in each channel) or T×H×W×3 (a video chunk, of up to 4 frames for Kimi-K2.5); or the `StagedRef` of
+pixels that were staged."""
+
+
+class Asking:
+    """The part of a client that is no embedding's way. `_usable` gives a connection, or raises."""
+
+    _pump: Pump
+    _timeout_s: float
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What decides an embedding besides its content: weights, config, processor settings, dtype, numerics.
+
+        As the sidecar said last: of another client's reload this one hears with its next call. What an embedding in
+        hand is of, its lease says.
+        """
+        return Fingerprint.from_hex(self._core.served.fingerprint)
+
+    @property
+    def dim(self) -> int:
+        """Width of an embedding row."""
+        return self._core.served.dim
+
+    @property
+    def dtype(self) -> str:
+        """Of the embeddings: "float32" or "bfloat16"."""
+        return self._core.served.dtype
+
+    def key(self, item: Item) -> ContentKey:
+        """The content key of one item. No round trip. Raises the ItemError of a bad item."""
+        if isinstance(item, StagedRef):
+            return ContentKey.from_hex(item.key)
+        media = describe(item, 0, self._core.welcome.max_item_bytes)
+        return self._core.hasher.key(media.kind, media.header, media.raw)
+
+    def plan(self, items: Sequence[Item]) -> list[Plan | ItemError]:
+        """What each item will be: grid, tokens and bytes, without encoding or sending it. No round trip.
+
+        Only headers of files are read, with the settings of the sidecar. A bad item has its ItemError in its place; an
+        item that passes can still turn out to be damaged. Files need Pillow here.
+        """
+        core = self._core
+        return [plan_item(item, index, core.welcome, core.served) for index, item in enumerate(items)]
+
+    def lookup(self, keys: Sequence[ContentKey]) -> list[str | None]:
+        """Where the embedding of each key is: "pool", "host", "store" or None. It may be gone by the time of a call.
+
+        One round trip for up to 1,024 keys.
+        """
+        wanted = checked_keys(keys, len(keys))
+        found: list[str | None] = []
+        for start in range(0, len(wanted), MAX_ITEMS):
+            part = wanted[start : start + MAX_ITEMS]
+            answer: list[str | None] = self._ask(partial(asks.lookup, part))
+            found += answer
+        return found
+
+    def put(
+        self,
+        key: ContentKey,
+        embedding: np.ndarray[Any, Any] | torch.Tensor,
+        grid: tuple[int, int, int],
+        *,
+        cost_seconds: float = 0.0,
+    ) -> bool:
+        """Cache an embedding that was made elsewhere. True if it is new, False if the key has one, which stays.
+
+        One round trip. It passes the guards of an encoded one: finite, and as wide as the model that is served. That it
+        is the embedding of that key's content is not checked: clients of a namespace trust each other.
+
+        Args:
+            key: of the item that it is the embedding of.
+            embedding: `[num_tokens, dim]` in the sidecar's dtype; a bfloat16 one is a tensor.
+            grid: patches in time, height and width.
+            cost_seconds: what making it again would take; decides how soon it is evicted.
+
+        Raises:
+            WrongEmbedding: shape, dtype or grid do not fit, or another model is served by now.
+            NonFiniteEmbedding, PoolExhausted, ItemError: it is not cached.
+            RequestTimeout, ConnectionLost, ClientClosed: the call failed.
+        """
+        (checked,) = checked_keys([key], 1)
+        return self._ask(
+            lambda core, timeout_s: asks.put(
+                core, checked, checked_embedding(embedding, core.served), grid, cost_seconds, timeout_s
+            )
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """The sidecar's counters, nested. One round trip."""
+        return self._ask(lambda core, _: asks.stats(core))
+
+    def leases(self, limit: int = 1000, *, check: bool = False) -> dict[str, Any]:
+        """Who holds what since when, and what is quarantined and why, nested. One round trip.
+
+        Args:
+            limit: leases that are listed at most, the oldest first; they are counted all the same.
+            check: look whether the sidecar's books agree with each other; what is wrong is in `problems`.
+        """
+        return self._ask(lambda core, _: asks.leases(core, limit, check))
+
+    def reload(self, model: str | os.PathLike[str] | None = None) -> Fingerprint:
+        """Serve new weights, without losing a request; returns their fingerprint.
+
+        The ranks load them beside the old ones, which are served until then: each has both in memory for a while. After
+        the call every embedding is of the new weights. Entries of the old ones are no longer found; leases on them stay
+        valid. With the same weights nothing changes. dtype and settings stay as the sidecar was started. A call that
+        times out leaves the reload going on.
+
+        Args:
+            model: a preset or a checkpoint folder; by default the one that is served, read anew.
+
+        Raises:
+            ConfigError, CheckpointError, SidecarError: why it cannot be served; all is as it was before.
+            RequestTimeout, ConnectionLost, ClientClosed: the call failed.
+        """
+        return self._ask(lambda core, _: asks.reload(core, model))
+
+    @property
+    def _core(self) -> ClientCore:
+        return self._pump.core
+
+    def _usable(self, deadline: float) -> Pump:
+        raise NotImplementedError
+
+    def _ask(self, start: asks.Start[T]) -> T:
+        deadline = time.monotonic() + self._timeout_s
+        pump = self._usable(deadline)
+        with pump.turn() as core:
+            question = start(core, deadline - time.monotonic())
+        return self._wait(pump, question, deadline)
+
+    def _wait(self, pump: Pump, question: asks.Question[T], deadline: float) -> T:
+        try:
+            pump.wait(lambda: question.ask.is_done, deadline, self._timeout_s)
+        except BaseException:
+            with pump.lock:
+                pump.core.give_up(question.ask)
+            raise
+        return question.result()

@@ -1,0 +1,129 @@
+"""One call of encode, whichever face makes it: its parts, its window, and what becomes of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal, cast
+
+from mmcache.core import ClientCore
+from mmcache.errors import EncodeError, ItemError
+from mmcache.keys import ContentKey
+from mmcache.lease import Lease
+from mmcache.parts import Part, checked_keys, cut, cut_keys, is_one_item
+from mmcache.pending import PendingEncode, Result
+from mmcache.records import MAX_CONSUMERS
+
+WINDOW_BYTES = 256 << 20
+WINDOW_PARTS = 32
+"""Items are read and hashed this far ahead of the answers, so that a long list of files is never in memory at once."""
+SERVER_MARGIN_S = 0.25
+"""The sidecar is told to give up this much before the client does, so that its error says more than a timeout."""
+
+Errors = Literal["raise", "return"]
+
+
+class EncodeCall:
+    """Items on their way to leases. Does no I/O: a face takes `next_part`, hands it to `ask`, and moves the frames.
+
+    Attributes:
+        deadline: of the call, on the monotonic clock.
+        lock: held by whoever cuts and asks; threads may share a call.
+    """
+
+    def __init__(
+        self,
+        core: ClientCore,
+        items: Sequence[object],
+        deadline: float,
+        *,
+        keys: Sequence[ContentKey] | None = None,
+        consumers: int = 0,
+        errors: Errors = "raise",
+    ) -> None:
+        if errors not in ("raise", "return"):
+            raise ValueError(f'errors must be "raise" or "return", got {errors!r}')
+        if is_one_item(items):
+            what = type(items).__name__
+            raise TypeError(f"items must be a list of items; for one {what} give [item], for a batch list(batch)")
+        if not 0 <= consumers <= MAX_CONSUMERS:
+            raise ValueError(f"consumers must be 0 to {MAX_CONSUMERS}, got {consumers}")
+        items = list(items)
+        self.deadline = deadline
+        self.lock = threading.Lock()
+        self._core = core
+        self._errors = errors
+        self._consumers = consumers
+        self._call_id = core.new_id()
+        self._results: list[Result | None] = [None] * len(items)
+        self._requests: list[PendingEncode] = []
+        self._has_more = True
+        self._window_parts = self._window_bytes = 0
+        self._parts = self._cut(items, keys)
+
+    def next_part(self) -> Part | None:
+        """Read and hash the next part; None when there is none, or when the answers to earlier ones come first."""
+        is_full = self._window_bytes >= WINDOW_BYTES or self._window_parts == WINDOW_PARTS
+        if (is_full and not self._is_answered()) or self._core.is_full:
+            return None
+        if is_full:
+            self._window_bytes = self._window_parts = 0
+        part = next(self._parts, None)
+        if part is None:
+            self._has_more = False
+        return part
+
+    def ask(self, part: Part) -> None:
+        """Send a part."""
+        remaining = self.deadline - time.monotonic()
+        timeout_s = max(0.0, remaining - min(SERVER_MARGIN_S, remaining / 4))
+        self._has_more = part.has_more
+        self._window_parts += 1
+        self._window_bytes += part.nbytes
+        self._requests.append(self._core.encode(part, timeout_s, self._call_id, self._consumers))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every item is settled."""
+        return not self._has_more and self._is_answered()
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether there is something to do besides waiting: the call is done, or its window has room again."""
+        return self._is_answered() and not self._core.is_full
+
+    def result(self) -> list[Lease]:
+        """Leases in the order of the items; with `errors="return"` exceptions among them. The call is over.
+
+        Raises:
+            EncodeError: some items failed, with `errors="raise"`.
+        """
+        self._core.settle(self._requests)
+        results = self._results
+        for request in self._requests:
+            places = request.part.places
+            if isinstance(places, range):
+                results[places.start : places.stop] = request.results
+            else:
+                for place, result in zip(places, request.results, strict=True):
+                    results[place] = result
+        settled = cast("list[Result]", results)
+        if self._errors == "raise" and any(isinstance(result, ItemError) for result in settled):
+            raise EncodeError(settled)
+        return cast("list[Lease]", settled)
+
+    def cancel(self) -> None:
+        """Give the call up; what it got is released."""
+        self._has_more = False
+        for request in self._requests:
+            self._core.cancel(request)
+
+    def _is_answered(self) -> bool:
+        return not any(request.num_open for request in self._requests)
+
+    def _cut(self, items: Sequence[object], keys: Sequence[ContentKey] | None) -> Iterator[Part]:
+        max_item_bytes = self._core.welcome.max_item_bytes
+        if keys is None:
+            return cut(items, self._core.hasher.key, max_item_bytes, self._results.__setitem__)
+        return cut_keys(items, checked_keys(keys, len(items)), max_item_bytes)

@@ -1,0 +1,133 @@
+"""A call that goes on by itself: what `client.submit` returns."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from mmcache.errors import MMCacheError, RequestCancelled, RequestTimeout
+from mmcache.lease import Lease
+
+if TYPE_CHECKING:
+    from mmcache.encode_call import EncodeCall
+    from mmcache.pump import Pump
+
+
+class Handle:
+    """Items on their way to leases. Nothing here waits but `result`. Threads may share it.
+
+    A long call (more than 256 MiB of items, or 1,024 of them) goes on only while somebody polls it or waits for its
+    result. A handle that is dropped is cancelled.
+    """
+
+    def __init__(self, pump: Pump, call: EncodeCall) -> None:
+        self._pump = pump
+        self._call: EncodeCall | None = call
+        self._results: list[Lease] | None = None
+        self._error: MMCacheError | None = None
+
+    def poll(self) -> bool:
+        """Receive what has come, without waiting. True once `result` gives its leases or its error at once."""
+        call = self._call
+        if call is None:
+            return True
+        self._pump.poll()
+        self._go_on(call)
+        is_over = call.is_done or self._pump.lost is not None or time.monotonic() >= call.deadline
+        return is_over or self._call is None
+
+    def result(self, timeout: float | None = None) -> list[Lease]:
+        """Wait for the leases. They are given out once: a second time gives the same list.
+
+        Args:
+            timeout: in seconds; by default until the deadline that the call was submitted with. When it passes, the
+                call goes on.
+
+        Raises:
+            EncodeError: some items failed, unless it was submitted with `errors="return"`.
+            TimeoutError: not yet. If it is a `RequestTimeout`, the call's own deadline has passed and it is over.
+            RequestCancelled: it was cancelled.
+            ConnectionLost, ClientClosed: the connection ended.
+        """
+        while (call := self._call) is not None:
+            now = time.monotonic()
+            until = call.deadline if timeout is None else min(call.deadline, now + timeout)
+            try:
+                drive(self._pump, call, until, max(0.0, until - now))
+            except RequestTimeout as error:
+                if until < call.deadline:
+                    raise TimeoutError(f"not done within {timeout:g} s; the call goes on") from None
+                self._end(call, error)
+            except MMCacheError as error:
+                self._end(call, error)
+            else:
+                self._settle(call)
+        if self._error is not None:
+            raise self._error
+        assert self._results is not None, "a call ends with results or an error"
+        return self._results
+
+    def cancel(self) -> bool:
+        """Give the call up: its leases are released, what others wait for goes on. False if it was over already."""
+        call = self._call
+        if call is None:
+            return False
+        self._end(call, RequestCancelled("the call was cancelled"))
+        return isinstance(self._error, RequestCancelled)
+
+    def _go_on(self, call: EncodeCall) -> None:
+        if call.lock.acquire(blocking=False):
+            try:
+                ask_parts(self._pump, call)
+            finally:
+                call.lock.release()
+
+    def _settle(self, call: EncodeCall) -> None:
+        with self._pump.lock:
+            if self._call is call:
+                self._call = None
+                try:
+                    self._results = call.result()
+                except MMCacheError as error:
+                    self._error = error
+
+    def _end(self, call: EncodeCall, error: MMCacheError) -> None:
+        with self._pump.lock:
+            if self._call is call:
+                self._call, self._error = None, error
+                give_up(self._pump, call)
+
+    def __del__(self) -> None:
+        call = getattr(self, "_call", None)
+        if call is not None:
+            self._pump.core.drop(call.cancel)
+
+
+def drive(pump: Pump, call: EncodeCall, deadline: float, timeout_s: float) -> None:
+    """Ask for each part as soon as it is hashed; wait at the end, and when a window is full.
+
+    Raises:
+        RequestTimeout, ConnectionLost, ClientClosed: the call is not over by that.
+    """
+    while True:
+        with call.lock:
+            ask_parts(pump, call)
+        if call.is_done:
+            return
+        pump.wait(lambda: call.may_go_on, deadline, timeout_s)
+        if call.is_done:
+            return
+
+
+def ask_parts(pump: Pump, call: EncodeCall) -> None:
+    """Read, hash and ask for parts until the answers come first. The caller has the call's lock."""
+    while (part := call.next_part()) is not None:
+        with pump.turn():
+            call.ask(part)
+
+
+def give_up(pump: Pump, call: EncodeCall) -> None:
+    """Cancel a call, and say so as far as that goes without waiting."""
+    with pump.lock:
+        call.cancel()
+        pump.send_what_goes()

@@ -1,0 +1,52 @@
+"""From a socket's path to a connection that is greeted."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+from mmcache.core import ClientCore
+from mmcache.errors import SidecarUnavailable
+from mmcache.handshake import connected, shake_hands
+from mmcache.pump import Pump
+from mmcache.transport import DuplexChannel
+
+SPIN_S = 300e-6
+"""A call polls this long for its answer before it sleeps; an answer from the pool comes sooner."""
+FIRST_PAUSE_S = 0.01
+LONGEST_PAUSE_S = 1.0
+
+
+def connect_pump(path: Path, name: str, namespace: str, deadline: float) -> Pump:
+    """Connect and say who this is.
+
+    Raises:
+        SidecarUnavailable, ProtocolMismatch, RequestTimeout: as `shake_hands` does.
+    """
+    channel = DuplexChannel(connected(path, deadline), spin_s=SPIN_S)
+    try:
+        welcome, control_fd = shake_hands(channel, path, name, namespace, deadline)
+    except BaseException:
+        channel.close()
+        raise
+    return Pump(ClientCore(welcome, control_fd, namespace), channel, path)
+
+
+def connect_again(path: Path, name: str, namespace: str, deadline: float) -> Pump:
+    """Connect to a sidecar that may not be back yet: at once, then after pauses that double, until the deadline.
+
+    Raises:
+        SidecarUnavailable: it did not come back.
+        ProtocolMismatch, RequestTimeout: as `shake_hands` does.
+    """
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return connect_pump(path, name, namespace, deadline)
+        except SidecarUnavailable:
+            wait_s = pause_s * random.uniform(0.5, 1.0)  # noqa: S311  # so that clients do not come all at once
+            if time.monotonic() + wait_s >= deadline:
+                raise
+            time.sleep(wait_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

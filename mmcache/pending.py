@@ -1,0 +1,136 @@
+"""What a client waits for: requests that are settled position by position, and questions with one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel
+
+from mmcache.errors import ItemError, ProtocolError
+from mmcache.framing import Frame, Kind, parse
+from mmcache.keys import ContentKey
+from mmcache.lease import Lease, Served
+from mmcache.parts import Part
+from mmcache.records import LOOKUP_HEAD
+from mmcache.refs import SliceRef
+
+ANSWERS = frozenset(
+    {Kind.STATS_REPLY, Kind.LEASES_REPLY, Kind.LOOKUP_REPLY, Kind.PUT_REPLY, Kind.STAGE_PLACES, Kind.RELOADED}
+)
+"""Kinds of frames that answer an `Ask`."""
+
+Result: TypeAlias = "Lease | ItemError"
+
+
+class Pending:
+    """A request in flight.
+
+    Attributes:
+        request_id: names it on its connection.
+        keys: content key of each position.
+        results: fills in place: a lease or an error for each position.
+        num_open: positions without a result.
+        served: the model that each position's grant is of, where it need not be the one that is served.
+    """
+
+    __slots__ = ("keys", "num_open", "request_id", "results", "served")
+
+    def __init__(self, request_id: int, keys: Sequence[ContentKey]) -> None:
+        self.request_id = request_id
+        self.keys = keys
+        self.results: list[Result | None] = [None] * len(keys)
+        self.num_open = len(keys)
+        self.served: list[Served] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every position is settled."""
+        return self.num_open == 0
+
+    def fail(self, position: int, kind: type[ItemError], reason: str) -> None:
+        """A position has its error."""
+        if self.results[position] is None:
+            self.num_open -= 1
+        self.results[position] = kind(reason, index=position)
+
+    def offer(self, position: int, token: int) -> None:
+        """A position's grant has shares for others."""
+        result = self.results[position]
+        if not isinstance(result, Lease):
+            raise ProtocolError("shares are offered of what was not granted")
+        result.offer = token
+
+    def recall(self, positions: Sequence[int]) -> None:
+        """The sidecar takes grants back before the user has them: their positions are open again."""
+        for position in positions:
+            result = self.results[position]
+            if isinstance(result, Lease):
+                result.release()
+                self.results[position] = None
+                self.num_open += 1
+
+
+class PendingEncode(Pending):
+    """A part of a call. `part`: its items."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, request_id: int, part: Part) -> None:
+        super().__init__(request_id, part.keys)
+        self.part = part
+
+    def fail(self, position: int, kind: type[ItemError], reason: str) -> None:
+        """A position has its error, which names the item."""
+        super().fail(position, kind, reason)
+        self.results[position] = kind(reason, index=self.part.places[position], source=self.part.source(position))
+
+
+class PendingOpen(Pending):
+    """Claims of shares of references."""
+
+    __slots__ = ()
+
+    def __init__(self, request_id: int, refs: Sequence[SliceRef]) -> None:
+        super().__init__(request_id, [ContentKey.from_hex(ref.key) for ref in refs])
+        self.served = [Served(ref.fingerprint, ref.dtype, ref.dim, "") for ref in refs]
+
+
+class Ask:
+    """A question in flight. `answer`: the frame that answers it, once it is there."""
+
+    __slots__ = ("answer", "ask_id")
+
+    def __init__(self, ask_id: int) -> None:
+        self.ask_id = ask_id
+        self.answer: Frame | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the answer is there."""
+        return self.answer is not None
+
+    @staticmethod
+    def id_of(answer: Frame) -> int:
+        """Of the question that a frame answers."""
+        if answer.kind == Kind.LOOKUP_REPLY:
+            if len(answer.body) < LOOKUP_HEAD.size:
+                raise ProtocolError("a LOOKUP_REPLY without a head")
+            (ask_id,) = LOOKUP_HEAD.unpack_from(answer.body)
+            return int(ask_id)
+        return parse(_AnyAnswer, answer).ask_id
+
+
+class _AnyAnswer(BaseModel):
+    """What every other answer has."""
+
+    ask_id: int
+
+
+def frame_of(ask: Ask) -> Frame:
+    """The answer, which is there."""
+    assert ask.answer is not None, "it was waited for"
+    return ask.answer
+
+
+Nested: TypeAlias = "dict[str, Any]"

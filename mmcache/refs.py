@@ -1,0 +1,80 @@
+"""References: small plain data that names memory in the sidecar, to be sent to other processes instead of the bytes.
+
+Each is a tuple of numbers and strings: it goes through JSON, msgpack, pickle or a queue, and `of` makes it again of
+what arrives. A reference entitles whoever has it, within its namespace; its token is not to be guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+from mmcache.keys import ContentKey, Fingerprint
+
+
+class SliceRef(NamedTuple):
+    """Names an embedding with shares for others: `client.open(ref)` claims one.
+
+    Attributes:
+        token: names the offer.
+        key: content key, hex.
+        fingerprint: of the model that the embedding is of, hex.
+        dtype: "float32" or "bfloat16".
+        num_tokens, dim, nbytes: of the embedding.
+        grid_thw: patches in time, height and width, before merging.
+    """
+
+    token: int
+    key: str
+    fingerprint: str
+    dtype: str
+    num_tokens: int
+    dim: int
+    nbytes: int
+    grid_thw: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Self:
+        """Make a reference of what arrived from elsewhere. Raises ValueError if it is none."""
+        try:
+            token, key, fingerprint, dtype, num_tokens, dim, nbytes, grid = values
+            t, h, w = map(int, grid)
+            ref = cls(_token(token), key, fingerprint, dtype, int(num_tokens), int(dim), int(nbytes), (t, h, w))
+            ContentKey.from_hex(ref.key)
+            Fingerprint.from_hex(ref.fingerprint)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not a SliceRef: {error}") from None
+        return ref
+
+
+class StagedRef(NamedTuple):
+    """Names pixels that were staged: an item for `client.encode`, in any process of the namespace.
+
+    Attributes:
+        token: names the slice.
+        key: content key, hex: a claim of who staged it, checked before anything of it is cached.
+        shape: of the array.
+        nbytes: of the pixels.
+    """
+
+    token: int
+    key: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Self:
+        """Make a reference of what arrived from elsewhere. Raises ValueError if it is none."""
+        try:
+            token, key, shape, nbytes = values
+            ref = cls(_token(token), key, tuple(map(int, shape)), int(nbytes))
+            ContentKey.from_hex(ref.key)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not a StagedRef: {error}") from None
+        return ref
+
+
+def _token(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 64:
+        raise ValueError(f"its token is not a number of 64 bits: {value!r}")
+    return value

@@ -1,0 +1,134 @@
+"""The client's half of staging: describe pixels, get room in this client's region, write them there, say so."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmcache.asks import Question
+from mmcache.core import ClientCore, milliseconds
+from mmcache.errors import ITEM_ERRORS, ItemError, ProtocolError, UnsupportedItem, WrongEmbedding
+from mmcache.framing import Frame, Kind, parse
+from mmcache.lease import Served
+from mmcache.media import ARRAY, ArrayHeader, Media, describe
+from mmcache.patches import PatchHeader, describe_patches
+from mmcache.pending import Ask
+from mmcache.protocol import MAX_STAGED, Stage, Staged, StagePlaces
+from mmcache.records import MAX_CONSUMERS, TOKEN
+from mmcache.refs import StagedRef
+
+if TYPE_CHECKING:
+    from mmcache.pump import Pump
+
+
+class StageCall:
+    """Pixels on their way into the staging region."""
+
+    def __init__(
+        self,
+        core: ClientCore,
+        items: Sequence[Any],
+        consumers: int,
+        grids: Sequence[tuple[int, int, int]] | None,
+    ) -> None:
+        """Describe and hash the items. Raises the ItemError of the first bad one."""
+        if not 1 <= consumers <= MAX_CONSUMERS:
+            raise ValueError(f"consumers must be 1 to {MAX_CONSUMERS}, got {consumers}")
+        if grids is not None and len(grids) != len(items):
+            raise ValueError(f"{len(items)} items need as many grids, got {len(grids)}")
+        self._core = core
+        self._consumers = consumers
+        limit = core.welcome.max_item_bytes
+        if grids is None:
+            self._media = [_describe_pixels(item, index, limit) for index, item in enumerate(items)]
+        else:
+            pairs = zip(items, grids, strict=True)
+            self._media = [describe_patches(item, grid, index, limit) for index, (item, grid) in enumerate(pairs)]
+        self._keys = [core.hasher.key(media.kind, media.header, media.raw) for media in self._media]
+        self._places: list[tuple[int, int]] = []
+
+    def questions(self, pump: Pump, deadline: float) -> Iterator[Question[None]]:
+        """Ask for room, for a bounded number of slices at once."""
+        for start in range(0, len(self._media), MAX_STAGED):
+            media, keys = self._media[start : start + MAX_STAGED], self._keys[start : start + MAX_STAGED]
+            ask = Ask(self._core.new_id())
+            stage = Stage(
+                ask_id=ask.ask_id, timeout_ms=milliseconds(deadline - time.monotonic()), consumers=self._consumers,
+                kinds=[item.kind for item in media], headers=[item.header for item in media],
+                sizes=[item.nbytes for item in media],
+            )  # fmt: skip
+            with pump.turn() as core:
+                core.ask(Kind.STAGE, ask, stage, b"".join(keys))
+            yield Question(ask, self._placed)
+
+    def write(self) -> None:
+        """Put the pixels in their places."""
+        region = self._core.staging
+        if region is None and self._places:
+            raise ProtocolError("there is no staging region to write to")
+        for media, (_, offset) in zip(self._media, self._places, strict=True):
+            assert region is not None, "it was checked"
+            np.copyto(region.array(offset, media.nbytes), np.frombuffer(media.raw, np.uint8))
+
+    def complete(self) -> list[StagedRef]:
+        """Say that the pixels are there."""
+        tokens = [token for token, _ in self._places]
+        self._core.tell(Kind.STAGED, Staged(), b"".join(map(TOKEN.pack, tokens)))
+        return [
+            StagedRef(token, str(key), _shape(media), media.nbytes)
+            for token, key, media in zip(tokens, self._keys, self._media, strict=True)
+        ]
+
+    def cancel(self) -> None:
+        """Give the room back."""
+        if self._places:
+            self._core.withdraw([token for token, _ in self._places])
+
+    def _placed(self, frame: Frame) -> None:
+        places = parse(StagePlaces, frame)
+        self._places += [
+            (token, offset)
+            for token, offset, error in zip(places.tokens, places.offsets, places.errors, strict=True)
+            if not error
+        ]
+        for error, reason in zip(places.errors, places.reasons, strict=True):
+            if error:
+                raise ITEM_ERRORS.get(error, ItemError)(reason)
+
+
+def _describe_pixels(item: Any, index: int, max_bytes: int) -> Media:
+    media = describe(item, index, max_bytes)
+    if media.kind != ARRAY:
+        reason = "only uint8 arrays and tensors are staged, or patch rows with their grid; encode takes files as bytes"
+        raise UnsupportedItem(reason, index=index, source=media.source)
+    return media
+
+
+def _shape(media: Media) -> tuple[int, ...]:
+    header = ArrayHeader if media.kind == ARRAY else PatchHeader
+    shape: tuple[int, ...] = header.model_validate_json(media.header).shape
+    return shape
+
+
+def checked_embedding(embedding: Any, served: Served) -> np.ndarray[Any, Any]:
+    """An embedding's bytes, `[num_tokens, row_bytes]`, contiguous.
+
+    Raises:
+        WrongEmbedding: it is not `[num_tokens, dim]` of the sidecar's dtype, or not on the CPU.
+    """
+    dtype = str(getattr(embedding, "dtype", type(embedding).__name__)).removeprefix("torch.")
+    shape = tuple(getattr(embedding, "shape", ()))
+    if len(shape) != 2 or not shape[0] or shape[1] != served.dim or dtype != served.dtype:
+        raise WrongEmbedding(
+            f"an embedding must be {served.dtype} [num_tokens, {served.dim}], got {dtype} {list(shape)}"
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(embedding, torch.Tensor):
+        if embedding.device.type != "cpu":
+            raise WrongEmbedding(f"it is on {embedding.device}; call .cpu() first")
+        embedding = embedding.detach().contiguous().view(torch.uint8).numpy()
+    return np.ascontiguousarray(embedding).view(np.uint8)

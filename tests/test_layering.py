@@ -22,6 +22,7 @@ LEAVES = {"_version", "paths", "sizes"}
 GROUPS = {
     "protocol": {"framing", "protocol", "records", "transport"},
     "config": {"config", "config_sources"},
+    "media": {"media", "patches"},
     "client": {
         "__init__",
         "asking",
@@ -42,7 +43,7 @@ GROUPS = {
     },
     "cli": {"__main__"},
 }
-TORCH_FREE_ENCODER = {"encoder.sizing", "encoder.sharding"}
+TORCH_FREE_ENCODER = {"encoder.config", "encoder.errors", "encoder.sizing", "encoder.sharding"}
 TORCH_FREE = [
     *PACKAGES,
     *sorted(TORCH_FREE_ENCODER),

@@ -14,6 +14,8 @@ from typing import Any, Self
 import numpy as np
 
 import mmcache
+from mmcache.framing import Kind, OutgoingFrame, pack_frame
+from mmcache.records import ENCODE_HEAD, KEY_BYTES
 
 MMCACHE = [sys.executable, "-m", "mmcache"]
 SMALL = {"pool_bytes": "32MiB", "ingest_bytes": "32MiB", "ranks": "1", "store": "none"}
@@ -89,6 +91,12 @@ class SidecarProcess:
     def __exit__(self, *exc: object) -> None:
         if self.process is not None and self.process.poll() is None:
             self.stop()
+
+
+def encode_frame(keys: bytes, timeout_ms: int = 60_000, request_id: int = 1) -> OutgoingFrame:
+    """An ENCODE that no client would send: for keys end to end."""
+    head = ENCODE_HEAD.pack(request_id, timeout_ms, request_id, len(keys) // KEY_BYTES, 0, 0)
+    return pack_frame(Kind.ENCODE, None, head + keys)
 
 
 def eventually(is_true: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_grants_that_nobody_read_end_with_the_close(sidecar: SidecarProcess) -> 
         client = sidecar.connect()
         core = client._core
         pending = core.encode(part_of(client, image(1)), 5.0)
-        client._send_outbox(time.monotonic() + 5)
+        client._pump.channel.send_all(core.outbox, time.monotonic() + 5)
         eventually(lambda: observer.stats()["leases"]["active"] == 1, "it was granted")
         core.cancel(pending)
         client.close()
@@ -102,8 +103,44 @@ def test_an_interrupted_call_leaks_nothing_and_costs_the_connection(sidecar: Sid
         eventually(lambda: observer.stats()["leases"] == idle_leases(1), "it is acknowledged without the socket")
 
 
-def test_threads_take_turns_within_their_timeout(sidecar: SidecarProcess) -> None:
-    with sidecar.connect(timeout=0.5) as client:
+def test_a_call_of_another_thread_goes_on_beside_one_that_waits(sidecar: SidecarProcess) -> None:
+    """Whoever waits receives for all: a small call does not wait for the long one of another thread."""
+    with sidecar.connect() as client:
+        results: list[mmcache.Lease] = []
+        pictures = [image(seed, 840, 1120) for seed in range(100, 120)]
+        thread = threading.Thread(target=lambda: results.extend(client.encode(pictures)))
+        thread.start()
+        eventually(lambda: client.stats()["requests"] > 0, "the long call is under way")
+        for _ in range(5):
+            assert client.stats()["leases"]["active"] < 20
+            assert not results, "the small calls came through meanwhile"
+        thread.join()
+        assert len(results) == 20
+        for lease in results:
+            lease.release()
+
+
+def test_many_threads_share_a_client(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as client:
+        expected = {}
+        for seed in range(8):
+            with client.encode([image(seed)])[0] as lease:
+                expected[seed] = lease.numpy().copy()
+
+        def work(seed: int) -> None:
+            for turn in range(40):
+                wanted = (seed + turn) % 8
+                with client.encode([image(wanted)])[0] as lease:
+                    np.testing.assert_array_equal(lease.numpy(), expected[wanted])
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(work, range(8)))
+        assert client.stats()["leases"]["active"] == 0
+
+
+def test_a_timeout_of_one_thread_is_its_own(sidecar: SidecarProcess) -> None:
+    with sidecar.connect(timeout=1.0) as client:
+        sidecar.send_signal(signal.SIGSTOP)
         errors: list[Exception] = []
 
         def call() -> None:
@@ -112,11 +149,14 @@ def test_threads_take_turns_within_their_timeout(sidecar: SidecarProcess) -> Non
             except mmcache.RequestTimeout as error:
                 errors.append(error)
 
-        with client._turns.lock:
-            thread = threading.Thread(target=call)
+        threads = [threading.Thread(target=call) for _ in range(3)]
+        for thread in threads:
             thread.start()
+        for thread in threads:
             thread.join()
-        assert "another thread" in str(errors[0])
+        sidecar.send_signal(signal.SIGCONT)
+        assert len(errors) == 3
+        eventually(lambda: works(client), "it goes on")
 
 
 def test_a_signal_handler_may_close_and_nothing_else(sidecar: SidecarProcess) -> None:

@@ -133,7 +133,7 @@ def test_a_forked_child_cannot_end_its_parents_leases(sidecar: SidecarProcess) -
 
 
 def test_closed_socket_of_a_live_client_quarantines(sidecar: SidecarProcess) -> None:
-    process = reader(sidecar, "client._channel.close(); print('closed', flush=True); time.sleep(600)")
+    process = reader(sidecar, "client._pump.channel.close(); print('closed', flush=True); time.sleep(600)")
     assert process.stdout is not None
     process.stdout.readline()
     eventually(lambda: sidecar.stats()["leases"]["quarantined"] == 8, "reads may still be queued")

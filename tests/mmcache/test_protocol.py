@@ -18,10 +18,10 @@ from ipc.memory_shm import sealed_copy
 from mmcache.errors import ProtocolError
 from mmcache.framing import MAGIC, MAX_BODY_BYTES, PREFIX, FrameReader, Kind, pack_frame, parse
 from mmcache.handshake import shake_hands
-from mmcache.protocol import Cancel, Hello, StatsRequest, Supply, Unsettled
-from mmcache.records import ENCODE_HEAD
+from mmcache.protocol import PROTOCOL_VERSION, Cancel, Hello, StatsRequest, Supply, Unsettled
+from mmcache.records import ENCODE_HEAD, STAGED_ITEM
 from mmcache.transport import BlockingChannel, receive_once, rights
-from tests.mmcache.support import SidecarProcess, eventually, image
+from tests.mmcache.support import SidecarProcess, encode_frame, eventually, image
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.binary(max_size=300)), max_size=6), st.integers(1, 50))
@@ -145,7 +145,7 @@ def greeted(sidecar: SidecarProcess) -> BlockingChannel:
     """A connection after its handshake, for frames that no client would send."""
     channel = BlockingChannel(raw(sidecar))
     pidfd = os.pidfd_open(os.getpid())
-    channel.send(pack_frame(Kind.HELLO, Hello(protocol=1, name="hostile"), fds=[pidfd], owned=True))
+    channel.send(pack_frame(Kind.HELLO, Hello(protocol=PROTOCOL_VERSION, name="hostile"), fds=[pidfd], owned=True))
     for _ in range(3):
         frame = channel.receive()
         for fd in frame.fds:
@@ -176,14 +176,14 @@ def test_another_protocol_version_is_named(shared_sidecar: SidecarProcess, monke
     from mmcache import handshake
 
     monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 99)
-    with pytest.raises(mmcache.ProtocolMismatch, match=r"protocol 99, this sidecar \(.*\) speaks 1"):
+    with pytest.raises(mmcache.ProtocolMismatch, match=r"protocol 99, this sidecar \(.*\) speaks 2"):
         shared_sidecar.connect()
 
 
 def test_a_pidfd_of_another_process_is_refused(shared_sidecar: SidecarProcess) -> None:
     for fd in (os.pidfd_open(1), os.open("/dev/null", os.O_RDONLY)):
         channel = BlockingChannel(raw(shared_sidecar))
-        channel.send(pack_frame(Kind.HELLO, Hello(protocol=1), fds=[fd], owned=True))
+        channel.send(pack_frame(Kind.HELLO, Hello(protocol=PROTOCOL_VERSION), fds=[fd], owned=True))
         frame = channel.receive()
         assert frame.kind == Kind.REFUSED
         assert b"pidfd" in frame.header
@@ -206,13 +206,19 @@ def test_hostile_frames_cut_off_their_sender(shared_sidecar: SidecarProcess, tmp
     plain = os.open(tmp_path, os.O_RDONLY)
     sealed, _ = sealed_copy("sealed", [b"abc"])
     cases: list[tuple[bytes, list[int]]] = [
-        (pack_frame(Kind.ENCODE, None, bytes(8 + 17)).data, []),
-        (pack_frame(Kind.ENCODE, None, bytes(8)).data, []),
+        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 1, 0, 0) + bytes(17)).data, []),
+        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 2, 0, 0) + bytes(16)).data, []),
+        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 1, 1025, 0) + bytes(16)).data, []),
+        (
+            pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 1, 0, 0) + bytes(16) + STAGED_ITEM.pack(1, 7)).data,
+            [],
+        ),
+        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 0, 0, 0)).data, []),
         (pack_frame(Kind.ENCODE, None, b"").data, []),
-        (pack_frame(Kind.ENCODE, None, bytes(8 + 16 * 1025)).data, []),
-        (pack_frame(Kind.WELCOME, StatsRequest()).data, []),
+        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 1025, 0, 0) + bytes(16 * 1025)).data, []),
+        (pack_frame(Kind.WELCOME, StatsRequest(ask_id=1)).data, []),
         (pack_frame(Kind.RESULTS, None, bytes(4)).data, []),
-        (pack_frame(Kind.ACKNOWLEDGE, StatsRequest(), b"123").data, []),
+        (pack_frame(Kind.ACKNOWLEDGE, StatsRequest(ask_id=1), b"123").data, []),
         (PREFIX.pack(MAGIC, 999, 0, 0, 0, 0), []),
         (pack_frame(Kind.BYE, None, bytes(8 * 20_000)).data, []),
         (PREFIX.pack(MAGIC, Kind.CANCEL, 0, 0, 1 << 17, 0) + bytes(1 << 17), []),
@@ -237,14 +243,11 @@ def test_a_reused_request_id_poisons_no_key(shared_sidecar: SidecarProcess) -> N
     channel = greeted(shared_sidecar)
     for _ in range(20):
         for key in keys:
-            channel._sock.send(
-                pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 2**32 - 1, False) + key).data
-                + pack_frame(Kind.CANCEL, Cancel(request_id=1)).data
-            )
-    channel._sock.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 2**32 - 1, False) + keys[0]).data)
+            channel._sock.send(encode_frame(key, 2**32 - 1).data + pack_frame(Kind.CANCEL, Cancel(request_id=1)).data)
+    channel._sock.send(encode_frame(keys[0], 2**32 - 1).data)
     channel.close()
     honest = greeted(shared_sidecar)
-    honest.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 60_000, False) + b"".join(keys)))
+    honest.send(encode_frame(b"".join(keys)))
     asked: set[int] = set()
     while asked != {0, 1, 2}:
         asked |= set(parse(Unsettled, honest.receive()).need)

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 import mmcache
-from mmcache.framing import Kind, pack_frame
+from mmcache.framing import Kind
 from mmcache.keys import KeyHasher
 from mmcache.parts import cut
-from mmcache.records import ENCODE_HEAD
-from tests.mmcache.support import SidecarProcess, eventually, image
+from tests.mmcache.support import SidecarProcess, encode_frame, eventually, image
 
 
 def in_threads(jobs: list[Any]) -> list[Any]:
@@ -62,16 +61,16 @@ def test_a_dead_supplier_is_replaced(sidecar: SidecarProcess) -> None:
     picture = image(2)
     silent = sidecar.connect()
     key = silent.key(picture)
-    silent._channel.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 60_000, False) + key))
-    assert silent._channel.receive(None).kind == Kind.POOL_ADDED
-    assert b'"need":[0]' in silent._channel.receive(None).header
+    silent._pump.channel.send(encode_frame(key))
+    assert silent._pump.channel.receive(None).kind == Kind.POOL_ADDED
+    assert b'"need":[0]' in silent._pump.channel.receive(None).header
     with sidecar.connect() as patient:
         results: list[Any] = []
         waiting = threading.Thread(target=lambda: results.extend(patient.encode([picture])))
         waiting.start()
         while sidecar.stats()["items"]["joined"] == 0:
             pass
-        silent._channel.close()
+        silent._pump.channel.close()
         waiting.join()
         assert results[0].origin == "encoded"
         results[0].release()
@@ -81,7 +80,7 @@ def test_a_stalled_supplier_does_not_block_others(sidecar: SidecarProcess) -> No
     """The client that was asked for the bytes neither sends them nor dies."""
     with sidecar.connect() as silent, sidecar.connect() as patient:
         key = silent.key(image(2))
-        silent._channel.send(pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 60_000, False) + key))
+        silent._pump.channel.send(encode_frame(key))
         with patient.encode([image(2)])[0] as lease:
             assert lease.origin == "encoded"
 
@@ -98,15 +97,16 @@ def test_a_liar_that_leaves_while_it_is_caught(sidecar: SidecarProcess, monkeypa
         pending = liar._core.encode(part, 60.0)
         monkeypatch.undo()
         os.kill(decoder, signal.SIGSTOP)
-        liar._send_outbox(time.monotonic() + 10)
-        while not liar._core.outbox:
-            liar._core.receive(liar._channel.receive(time.monotonic() + 10))
-        liar._send_outbox(time.monotonic() + 10)
+        channel, outbox = liar._pump.channel, liar._core.outbox
+        channel.send_all(outbox, time.monotonic() + 10)
+        while not outbox:
+            liar._core.receive(channel.receive(time.monotonic() + 10))
+        channel.send_all(outbox, time.monotonic() + 10)
         results: list[Any] = []
         waiting = threading.Thread(target=lambda: results.extend(honest.encode([truth], errors="return")))
         waiting.start()
         eventually(lambda: sidecar.stats()["items"]["joined"] == 1, "the honest one waits")
-        liar._channel.close()
+        channel.close()
         eventually(lambda: sidecar.stats()["leases"]["connections"] == 2, "the liar is gone")
         os.kill(decoder, signal.SIGCONT)
         waiting.join()
@@ -152,5 +152,6 @@ def test_bytes_travel_only_for_misses(sidecar: SidecarProcess, monkeypatch: pyte
 def test_keys_do_not_depend_on_the_client(sidecar: SidecarProcess) -> None:
     with sidecar.connect() as one, sidecar.connect() as two:
         assert one.key(b"abc") == two.key(b"abc")
-        ((media,),) = [part.media for part in cut([b"abc"], one._core.hasher.key, 1000, on_error=lambda *_: None)]
+        (part,) = cut([b"abc"], one._core.hasher.key, 1000, on_error=lambda *_: None)
+        media = part.media(0)
         assert one.key(b"abc") == KeyHasher(one._core.welcome.seed).key(media.kind, media.header, media.raw)

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 import mmcache
-from mmcache.core import PendingEncode, _supply_frame
+from mmcache.core import _supply_frame
 from mmcache.keys import ContentKey, checksum, store_key
 from mmcache.media import describe
+from mmcache.pending import PendingEncode
 from mmcache.server.verify import PATIENCE_S, Sampler
 from mmcache.tiers.base import Entry
 from mmcache.tiers.lmdb import LmdbTier
@@ -241,7 +242,7 @@ def test_a_liar_is_dropped_and_removes_nothing(tmp_path: Path) -> None:
 
         def lie(pending: PendingEncode, positions: Sequence[int]) -> None:
             for position in positions:
-                pending.media[position] = describe(image(99), 0, 1 << 20)
+                pending.part._media[position] = describe(image(99), 0, 1 << 20)
             client._core.outbox.append(_supply_frame(pending, positions))
 
         encode(client, 1)
@@ -263,7 +264,7 @@ client.encode([image(1)])[0].release()
 def verify(pending, positions):
     if sys.argv[2] == "supplied":
         client._core.outbox.append(_supply_frame(pending, positions))
-        client._send_outbox(time.monotonic() + 10)
+        client._pump.channel.send_all(client._core.outbox, time.monotonic() + 10)
     print("asked", flush=True)
     time.sleep(600)
 client._core._supply_to_verify = verify

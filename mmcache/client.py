@@ -231,8 +231,6 @@ class Client(Asking):
                 pump.core.cancel(pending)
                 pump.send_what_goes()
             raise
-        with pump.lock:
-            pump.core.settle([pending])
         return [result for result in pending.results if result is not None]
 
     def _usable(self, deadline: float) -> Pump:

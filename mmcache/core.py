@@ -124,7 +124,7 @@ class ClientCore:
                 result.release()
 
     def settle(self, requests: Sequence[Pending]) -> None:
-        """A call is over: its grants belong to its user and are not recalled any more."""
+        """Requests are over: their grants belong to their user."""
         for pending in requests:
             self._pending.pop(pending.request_id, None)
 
@@ -217,6 +217,7 @@ class ClientCore:
             recall = parse(Recall, frame)
             if (pending := self._pending.get(recall.request_id)) is not None:
                 pending.recall(recall.positions)
+                self._tidy()  # somebody waits for the acknowledgements
         elif frame.kind == Kind.MODEL_CHANGED:
             changed = parse(ModelChanged, frame)
             self.served = Served(changed.fingerprint, changed.dtype, changed.dim, changed.processor)
@@ -245,9 +246,12 @@ class ClientCore:
                 self._acknowledge(slot, generation)
             return
         self._on_grants(pending, grants)
-        if not frame.header:
-            return
-        unsettled = parse(Unsettled, frame)
+        if frame.header:
+            self._on_unsettled(pending, parse(Unsettled, frame))
+        if not pending.num_open:
+            self.settle(pending.settled())
+
+    def _on_unsettled(self, pending: Pending, unsettled: Unsettled) -> None:
         for position, token in zip(unsettled.offered, unsettled.tokens, strict=True):
             pending.offer(position, token)
         for position, kind, reason in zip(unsettled.failed, unsettled.errors, unsettled.reasons, strict=True):

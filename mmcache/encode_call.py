@@ -76,12 +76,13 @@ class EncodeCall:
 
     def ask(self, part: Part) -> None:
         """Send a part."""
-        remaining = self.deadline - time.monotonic()
-        timeout_s = max(0.0, remaining - min(SERVER_MARGIN_S, remaining / 4))
+        timeout_s = sidecar_time_s(self.deadline - time.monotonic())
         self._has_more = part.has_more
         self._window_parts += 1
         self._window_bytes += part.nbytes
-        self._requests.append(self._core.encode(part, timeout_s, self._call_id, self._consumers))
+        request = self._core.encode(part, timeout_s, self._call_id, self._consumers)
+        request.call_settled = self._settled
+        self._requests.append(request)
 
     @property
     def is_done(self) -> bool:
@@ -99,7 +100,7 @@ class EncodeCall:
         Raises:
             EncodeError: some items failed, with `errors="raise"`.
         """
-        self._core.settle(self._requests)
+        self._core.settle(self._requests)  # the last part may have been done before it was known to be the last
         results = self._results
         for request in self._requests:
             places = request.part.places
@@ -119,6 +120,9 @@ class EncodeCall:
         for request in self._requests:
             self._core.cancel(request)
 
+    def _settled(self) -> Sequence[PendingEncode]:
+        return self._requests if self.is_done else ()
+
     def _is_answered(self) -> bool:
         return not any(request.num_open for request in self._requests)
 
@@ -127,3 +131,8 @@ class EncodeCall:
         if keys is None:
             return cut(items, self._core.hasher.key, max_item_bytes, self._results.__setitem__)
         return cut_keys(items, checked_keys(keys, len(items)), max_item_bytes)
+
+
+def sidecar_time_s(remaining_s: float) -> float:
+    """What of the time that is left a sidecar is given."""
+    return max(0.0, remaining_s - min(SERVER_MARGIN_S, remaining_s / 4))

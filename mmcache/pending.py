@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel
@@ -48,6 +48,10 @@ class Pending:
         """Whether every position is settled."""
         return self.num_open == 0
 
+    def settled(self) -> Sequence[Pending]:
+        """It is done: the requests whose grants are their user's from now on, and are not recalled any more."""
+        return (self,)
+
     def fail(self, position: int, kind: type[ItemError], reason: str) -> None:
         """A position has its error."""
         if self.results[position] is None:
@@ -72,13 +76,18 @@ class Pending:
 
 
 class PendingEncode(Pending):
-    """A part of a call. `part`: its items."""
+    """A part of a call. `part`: its items. `call_settled`: gives the parts of its call once all of them are done."""
 
-    __slots__ = ("part",)
+    __slots__ = ("call_settled", "part")
 
     def __init__(self, request_id: int, part: Part) -> None:
         super().__init__(request_id, part.keys)
         self.part = part
+        self.call_settled: Callable[[], Sequence[Pending]] | None = None
+
+    def settled(self) -> Sequence[Pending]:
+        """A call's grants are given out together."""
+        return (self,) if self.call_settled is None else self.call_settled()
 
     def fail(self, position: int, kind: type[ItemError], reason: str) -> None:
         """A position has its error, which names the item."""

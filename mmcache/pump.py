@@ -70,7 +70,7 @@ class Pump:
             while not self._step(is_done, deadline):
                 pass
         except TimeoutError:
-            if self.core.outbox:
+            if self._wants_to_send():
                 raise RequestTimeout(f"{self._path} took nothing within {timeout_s:g} s") from None
             raise RequestTimeout(f"no answer from {self._path} within {timeout_s:g} s") from None
 
@@ -148,7 +148,7 @@ class Pump:
             with changed:
                 if frame is not None:
                     receive(frame)
-                if self.core.outbox:
+                if self._wants_to_send():
                     self._send()
                 if self._num_followers:
                     changed.notify_all()

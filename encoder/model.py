@@ -3,6 +3,8 @@
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import groupby
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -11,11 +13,15 @@ from encoder.config import EncoderConfig, ProcessorConfig
 from encoder.determinism import OneByOne, align_parameters, is_aligned
 from encoder.errors import CheckpointError, ImageError
 from encoder.moonvit import MoonViT
+from encoder.packing import check_grid
+from encoder.patches import PatchRows, check_rows, joined
 from encoder.preprocess import Pixels, pixels_grid, preprocess
 from encoder.sharding import CostModel, attention_flops_per_patch_squared, linear_flops_per_patch
 from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
 from encoder.source import resolve_model
 from encoder.weights import build_model
+
+Item: TypeAlias = Pixels | PatchRows
 
 
 class Encoder:
@@ -71,14 +77,14 @@ class Encoder:
         for name, parameter in sorted(self._model.named_parameters()):
             yield name, parameter.detach().cpu().contiguous()
 
-    def encode(self, items: Sequence[Pixels], outs: Sequence[torch.Tensor]) -> list[bool]:
+    def encode(self, items: Sequence[Item], outs: Sequence[torch.Tensor]) -> list[bool]:
         """Encode items as one packed batch (if deterministic, each by itself), each into its own output.
 
         An item is uint8 and RGB, only read: an image `[height, width, 3]`, or a video chunk `[frames, height, width,
-        3]`. Each of `outs` is contiguous `[num_tokens, text_width]` in the encoder's dtype and on its device; time is
-        pooled away, so a chunk has the tokens of one frame. Returns per item whether every value is finite; the caller
-        must not use one that is not. Raises `ImageError`, before anything is written, if an item or output does not
-        fit.
+        3]`; or it is the `PatchRows` of one that is normalised already. Each of `outs` is contiguous `[num_tokens,
+        text_width]` in the encoder's dtype and on its device; time is pooled away, so a chunk has the tokens of one
+        frame. Returns per item whether every value is finite; the caller must not use one that is not. Raises
+        `ImageError`, before anything is written, if an item or output does not fit.
         """
         if len(items) != len(outs):
             raise ImageError(f"{len(items)} items need as many outputs, got {len(outs)}")
@@ -113,10 +119,10 @@ class Encoder:
             self.config, flops_per_second=flops / max(busy - launch, busy / 2), seconds_per_launch=launch
         )
 
-    def _encode_pack(self, items: Sequence[Pixels], grids: Sequence[Grid], outs: Sequence[torch.Tensor]) -> None:
-        self._model(self._normalised(self._patches(items, grids)), grids, outs)
+    def _encode_pack(self, items: Sequence[Item], grids: Sequence[Grid], outs: Sequence[torch.Tensor]) -> None:
+        self._model(self._input(items, grids), grids, outs)
 
-    def _encode_alone(self, item: Pixels, grid: Grid, out: torch.Tensor) -> None:
+    def _encode_alone(self, item: Item, grid: Grid, out: torch.Tensor) -> None:
         aligned = out if is_aligned(out) else torch.empty_like(out)
         self._encode_pack([item], [grid], [aligned])
         if aligned is not out:
@@ -129,18 +135,32 @@ class Encoder:
         self.encode([np.zeros((side, side, 3), np.uint8)], [out])
         return time.perf_counter() - started
 
-    def _checked_grid(self, item: Pixels, out: torch.Tensor) -> Grid:
-        grid = pixels_grid(item, self.processor)
+    def _checked_grid(self, item: Item, out: torch.Tensor) -> Grid:
+        if isinstance(item, PatchRows):
+            grid = check_rows(item, self.config, self.dtype, self.device)
+            check_grid(grid, self.config)
+        else:
+            grid = pixels_grid(item, self.processor)
         shape = (num_tokens(grid, self.config.merge_size), self.config.text_width)
         fits = tuple(out.shape) == shape and out.dtype == self.dtype and out.device == self.device
         if not fits or not out.is_contiguous():
-            *frames, height, width, _ = item.shape
-            what = f"a chunk of {frames[0]} frames" if frames else "an image"
             raise ImageError(
-                f"the output of {what} of {width}x{height} pixels must be contiguous {self.dtype} {shape} on "
-                f"{self.device}, got {out.dtype} {tuple(out.shape)} on {out.device}"
+                f"the output of {_named(item)} must be contiguous {self.dtype} {shape} on {self.device}, got "
+                f"{out.dtype} {tuple(out.shape)} on {out.device}"
             )
         return grid
+
+    def _input(self, items: Sequence[Item], grids: Sequence[Grid]) -> torch.Tensor:
+        """The rows of all items: those that come as rows are joined to those that are made of pixels."""
+        parts: list[torch.Tensor] = []
+        for comes_as_rows, group in groupby(zip(items, grids, strict=True), lambda pair: type(pair[0]) is PatchRows):
+            pairs = list(group)
+            if comes_as_rows:
+                parts += [item.rows for item, _ in pairs if isinstance(item, PatchRows)]
+            else:
+                pixels = [item for item, _ in pairs if not isinstance(item, PatchRows)]
+                parts.append(self._normalised(self._patches(pixels, [grid for _, grid in pairs])))
+        return joined(parts)
 
     def _patches(self, items: Sequence[Pixels], grids: Sequence[Grid]) -> torch.Tensor:
         patch = self.config.patch_size
@@ -165,6 +185,14 @@ def all_finite(outs: Sequence[torch.Tensor]) -> list[bool]:
     extremes = torch.stack([torch.stack(out.aminmax()) for out in outs])
     flags: list[bool] = extremes.isfinite().all(dim=1).tolist()
     return flags
+
+
+def _named(item: Item) -> str:
+    if isinstance(item, PatchRows):
+        return f"patch rows of grid {item.grid}"
+    *frames, height, width, _ = item.shape
+    what = f"a chunk of {frames[0]} frames" if frames else "an image"
+    return f"{what} of {width}x{height} pixels"
 
 
 def _check_frames(config: EncoderConfig, processor: ProcessorConfig) -> None:

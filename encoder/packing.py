@@ -59,7 +59,7 @@ def plan_pack(grids: Sequence[Grid], config: EncoderConfig, device: torch.device
     Raises `ImageError` naming the first grid that the model cannot take.
     """
     for grid in grids:
-        _check_grid(grid, config)
+        check_grid(grid, config)
     unique = {grid: _plan_grid(grid, config) for grid in dict.fromkeys(grids)}
     plans = [unique[grid] for grid in grids]
     cu_seqlens = tuple(accumulate((num_patches(grid) for grid in grids), initial=0))
@@ -76,7 +76,8 @@ def plan_pack(grids: Sequence[Grid], config: EncoderConfig, device: torch.device
     )
 
 
-def _check_grid(grid: Grid, config: EncoderConfig) -> None:
+def check_grid(grid: Grid, config: EncoderConfig) -> None:
+    """Raise `ImageError` unless the model can take a grid: its frames, and sides that can be merged."""
     time, height, width = grid
     if not 1 <= time <= config.pos_time:
         raise ImageError(f"grid {grid}: {time} frames, the model takes 1 to {config.pos_time}")

@@ -4,9 +4,10 @@ IpcError
 ├── MemoryUnavailable    the system cannot give the memory that was asked for
 ├── MemorySealError      a descriptor is not a memfd, or lacks a seal that its reader relies on
 ├── OutOfBounds          a range reaches outside a region (also ValueError)
-├── ExtentTooLarge       an extent can never fit into the pool
+├── ExtentTooLarge       an extent can never fit into its pool, or a slice into its staging region
 ├── ControlExhausted     a connection's control memory has no free word
 └── BadTransition        a share, a holder, an extent or a pool cannot go from its state to the one asked for
+    └── SliceGone        an offer or a staged slice is over, or was claimed by all it was made for
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class OutOfBounds(IpcError, ValueError):
 
 
 class ExtentTooLarge(IpcError):
-    """An extent can never fit into the pool, however much of it is free."""
+    """An extent can never fit into its pool, or a slice into its staging region, however much of it is free."""
 
 
 class ControlExhausted(IpcError):
@@ -38,3 +39,7 @@ class ControlExhausted(IpcError):
 
 class BadTransition(IpcError):
     """A share, a holder, an extent or a pool cannot go from its state to the one asked for."""
+
+
+class SliceGone(BadTransition):
+    """An offer or a staged slice is over, or was claimed by all it was made for: whoever came, came too late."""

@@ -49,7 +49,7 @@ class Extent:
         pool_id: that pool's id.
         offset, nbytes: where it lies; `nbytes` is what was asked for, before alignment.
         key: what it was published under.
-        num_shares: shares held on it.
+        num_shares: shares held on it; an offer of shares counts as one.
         num_pins: readers inside the coordinator.
         last_used: when it was last reserved, leased or touched, in seconds on the pool's clock.
         cost_seconds: how long it took to make.

@@ -1,7 +1,7 @@
 """Leases: who may still read which extent.
 
 A share is one consumer's right to read one extent. It ends by its acknowledgement or by its holder's death, and by
-nothing else: a closed socket only quarantines it. The allowed transitions are two tables; time is injected.
+nothing else: a closed socket or a limit only quarantines it. The allowed transitions are two tables; time is injected.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Collection
+from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from ipc.control import GENERATION_MAX, ControlMemory
 from ipc.errors import BadTransition, ControlExhausted
+from ipc.offers import Offer, Offers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,7 +26,7 @@ class ShareState(enum.IntEnum):
     """The life of a share."""
 
     HELD = 0
-    QUARANTINED = 1  # the socket is closed, the process lives: reads may still be queued
+    QUARANTINED = 1  # given up on, but the process lives: reads may still be queued
     ACKNOWLEDGED = 2
     DIED = 3
 
@@ -48,6 +50,12 @@ HOLDER_TRANSITIONS: dict[HolderState, frozenset[HolderState]] = {
     HolderState.QUARANTINED: frozenset({HolderState.DEAD}),
     HolderState.DEAD: frozenset(),
 }
+HELD_BY: dict[HolderState, frozenset[ShareState]] = {
+    HolderState.CONNECTED: frozenset({ShareState.HELD, ShareState.QUARANTINED}),
+    HolderState.QUARANTINED: frozenset({ShareState.QUARANTINED}),
+    HolderState.DEAD: frozenset(),
+}
+"""The states of a holder's shares, by its own."""
 
 
 # A name of a module is much cheaper to read than a member of an enumeration (150 ns on Python 3.11).
@@ -89,6 +97,13 @@ class Share:
         self.granted_at = granted_at
         self.state = _HELD
 
+    def quarantine(self) -> None:
+        """It is held for too long: counted and shown as such until its acknowledgement or death, which alone end it.
+
+        Raises `BadTransition` unless it is held: it has ended, or is quarantined already.
+        """
+        self._move(ShareState.QUARANTINED)
+
     def _move(self, to: ShareState) -> None:
         if to not in SHARE_TRANSITIONS[self.state]:
             raise BadTransition(f"share {self.slot}/{self.generation}: {self.state.name} to {to.name}")
@@ -96,7 +111,7 @@ class Share:
 
 
 class Holder:
-    """All shares of one connection.
+    """All shares of one connection, and what it offers to others.
 
     Attributes:
         name, pid: who it is, for people.
@@ -104,6 +119,7 @@ class Holder:
         num_active: shares that have not ended.
         num_granted, num_acknowledged, num_died: totals of shares.
         num_strays: acknowledgements that were late, doubled or meant for another share. They change nothing.
+        offers: its offers, with totals of their own; none is part of `num_active`.
     """
 
     def __init__(
@@ -119,9 +135,11 @@ class Holder:
         self.num_acknowledged = 0
         self.num_died = 0
         self.num_strays = 0
+        self.offers = Offers()
         self._clock = clock
+        # By slot, in the order of grants: a slot is deleted when its share ends.
+        self._shares: dict[int, Share] = {}
         # By slot, as long as the highest slot ever granted. Slot 0 is never granted.
-        self._shares: list[Share | None] = [None]
         self._generations: list[int] = [0]
         self._free: list[int] = []
         self._seen: NDArray[np.uint32] = np.zeros(control.num_words, np.uint32)
@@ -134,9 +152,9 @@ class Holder:
         not connected or the extent may not be leased. Nothing changes then.
         """
         if self.state is not _CONNECTED:
-            raise BadTransition(f"holder {self.name} (pid {self.pid}) is {self.state.name}; it gets no shares")
+            raise self._not_connected()
         now = self._clock()
-        if not self._free and len(self._shares) == self.control.num_words:
+        if not self._free and len(self._generations) == self.control.num_words:
             raise ControlExhausted(
                 f"holder {self.name} (pid {self.pid}) has {self.num_active} shares, one for every word"
             )
@@ -151,10 +169,20 @@ class Holder:
         self.num_granted += 1
         return share
 
+    def offer(self, extent: Leasable, num_shares: int) -> Offer:
+        """Set aside `num_shares` shares on `extent` for others, who claim them one by one.
+
+        They take no words of this holder. What is unclaimed ends with its socket or process, or by `Offer.cancel`.
+        Raises `BadTransition` as `grant` does.
+        """
+        if self.state is not _CONNECTED:
+            raise self._not_connected()
+        return self.offers.add(self, extent, num_shares, self._clock())
+
     def sweep(self) -> list[Share]:
         """Read the control memory and end every share whose word is its generation. Returns the shares that ended."""
         ended: list[Share] = []
-        for slot in self.control.acknowledged(self._seen[: len(self._shares)]):
+        for slot in self.control.acknowledged(self._seen[: len(self._generations)]):
             word = self.control.read(slot)
             self._seen_words[slot] = word
             if (share := self._match(slot, word)) is not None:
@@ -173,50 +201,78 @@ class Holder:
     def quarantine(self) -> None:
         """The socket closed and the process lives: no more grants, and its shares stay until acknowledged or death.
 
+        Its offers end: nobody would answer for them.
         Raises `BadTransition` if the holder is quarantined or dead already.
         """
         self._move(HolderState.QUARANTINED)
         for share in self.shares():
-            share._move(ShareState.QUARANTINED)
+            if share.state is _HELD:
+                share.quarantine()
+        self.offers.end_all()
 
     def end_all(self) -> int:
-        """The process died: end every share. Returns how many. Raises `BadTransition` the second time."""
+        """The process died: end shares and offers. Returns how many shares. Raises `BadTransition` the second time."""
         self._move(HolderState.DEAD)
         shares = self.shares()
         for share in shares:
             self._end(share, ShareState.DIED)
+        self.offers.end_all()
         return len(shares)
 
     def shares(self) -> Collection[Share]:
-        """The shares that have not ended."""
-        return [share for share in self._shares if share is not None]
+        """The shares that have not ended, oldest first."""
+        return list(self._shares.values())
+
+    def older_than(self, granted_before: float) -> list[Share]:
+        """The shares granted before that time on the holder's clock, oldest first. Costs nothing when there is none."""
+        return list(takewhile(lambda share: share.granted_at < granted_before, self._shares.values()))
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the extents it has shares on, an extent as often as it has shares. Walks over the slots."""
-        return sum(share.extent.nbytes for share in self.shares())
+        """Bytes of the extents it has shares on, an extent as often as it has shares. Walks over the shares."""
+        return sum(share.extent.nbytes for share in self._shares.values())
+
+    @property
+    def num_offered(self) -> int:
+        """Shares it ever offered to others."""
+        return self.offers.num_offered
+
+    @property
+    def num_claimed(self) -> int:
+        """Shares that others ever claimed of its offers."""
+        return self.offers.num_claimed
+
+    @property
+    def num_unclaimed_ended(self) -> int:
+        """Shares it offered that ended without a claim."""
+        return self.offers.num_unclaimed_ended
 
     def check(self) -> None:
         """Assert that slots, counters and states agree."""
         shares = self.shares()
-        expected = ShareState.HELD if self.state is HolderState.CONNECTED else ShareState.QUARANTINED
-        assert all(share.state is expected for share in shares), "a share's state differs from its holder's"
+        possible = HELD_BY[self.state]
+        assert all(share.state in possible for share in shares), "a share's state does not go with its holder's"
         assert all(self._shares[share.slot] is share for share in shares), "a share is in another's slot"
-        assert self._shares[0] is None, "slot 0 was granted"
+        ages = [share.granted_at for share in shares]
+        assert ages == sorted(ages), "shares are not in the order of grants"
         assert len(shares) == self.num_active, "num_active differs from the shares"
         ended = self.num_acknowledged + self.num_died
         assert self.num_active == self.num_granted - ended, "shares were granted and neither ended nor kept"
         free = sorted(self._free)
         used = [share.slot for share in shares]
-        assert sorted(free + used) == list(range(1, len(self._shares))), "a slot is lost, or free and used"
+        assert sorted(free + used) == list(range(1, len(self._generations))), "a slot is lost, free and used, or 0"
+        self.offers.check()
+        assert self.state is _CONNECTED or not self.offers.open(), "an offer outlived its requester"
 
     def _new_slot(self) -> int:
-        self._shares.append(None)
         self._generations.append(0)
-        return len(self._shares) - 1
+        return len(self._generations) - 1
+
+    def _not_connected(self) -> BadTransition:
+        return BadTransition(f"holder {self.name} (pid {self.pid}) is {self.state.name}; it gets no shares")
 
     def _match(self, slot: int, generation: int) -> Share | None:
-        share = self._shares[slot] if 0 < slot < len(self._shares) else None
+        share = self._shares.get(slot)
         if share is not None and share.generation == generation:
             return share
         self.num_strays += 1
@@ -224,7 +280,7 @@ class Holder:
 
     def _end(self, share: Share, state: ShareState) -> None:
         share._move(state)
-        self._shares[share.slot] = None
+        del self._shares[share.slot]
         self._free.append(share.slot)
         self.num_active -= 1
         if state is _ACKNOWLEDGED:

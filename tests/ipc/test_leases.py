@@ -8,35 +8,8 @@ import pytest
 
 from ipc.control import GENERATION_MAX, ControlMemory
 from ipc.errors import BadTransition, ControlExhausted
-from ipc.leases import HOLDER_TRANSITIONS, SHARE_TRANSITIONS, Holder, HolderState, ShareState
-
-
-class Thing:
-    """Something leased: it counts its shares, and may refuse them."""
-
-    nbytes = 1000
-
-    def __init__(self, leasable: bool = True) -> None:
-        self.leasable = leasable
-        self.num_shares = 0
-        self.last_granted = -1.0
-
-    def share_granted(self, now: float) -> None:
-        if not self.leasable:
-            raise BadTransition("not cached")
-        self.num_shares += 1
-        self.last_granted = now
-
-    def share_ended(self) -> None:
-        self.num_shares -= 1
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from ipc.leases import HELD_BY, HOLDER_TRANSITIONS, SHARE_TRANSITIONS, Holder, HolderState, ShareState
+from tests.ipc.things import Clock, Thing
 
 
 @pytest.fixture
@@ -50,13 +23,18 @@ def client(control: ControlMemory) -> ControlMemory:
 
 
 @pytest.fixture
-def holder(control: ControlMemory) -> Holder:
-    return Holder(control, "engine", 4242, clock=Clock())
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def holder(control: ControlMemory, clock: Clock) -> Holder:
+    return Holder(control, "engine", 4242, clock=clock)
 
 
 def test_the_tables_cover_every_state_and_ends_are_final() -> None:
     assert set(SHARE_TRANSITIONS) == set(ShareState)
-    assert set(HOLDER_TRANSITIONS) == set(HolderState)
+    assert set(HOLDER_TRANSITIONS) == set(HELD_BY) == set(HolderState)
     for ended in (ShareState.ACKNOWLEDGED, ShareState.DIED):
         assert not SHARE_TRANSITIONS[ended]
     assert not HOLDER_TRANSITIONS[HolderState.DEAD]
@@ -231,3 +209,58 @@ def test_holder_transitions_that_the_table_forbids_raise() -> None:
             with pytest.raises(BadTransition):
                 move(holder)
             assert holder.state is origin
+
+
+def test_a_limit_quarantines_one_share_and_it_still_ends_by_its_acknowledgement(
+    holder: Holder, client: ControlMemory
+) -> None:
+    thing = Thing()
+    late, prompt = holder.grant(thing), holder.grant(thing)
+    late.quarantine()
+    assert (late.state, prompt.state) == (ShareState.QUARANTINED, ShareState.HELD)
+    assert (holder.num_active, thing.num_shares, holder.state) == (2, 2, HolderState.CONNECTED)
+    holder.check()
+    assert holder.grant(Thing()).state is ShareState.HELD
+    client.acknowledge(late.slot, late.generation)
+    assert holder.sweep() == [late]
+    assert (late.state, thing.num_shares) == (ShareState.ACKNOWLEDGED, 1)
+    holder.check()
+
+
+def test_only_a_held_share_is_quarantined(holder: Holder) -> None:
+    twice, ended = holder.grant(Thing()), holder.grant(Thing())
+    twice.quarantine()
+    holder.acknowledge(ended.slot, ended.generation)
+    for share, state in ((twice, ShareState.QUARANTINED), (ended, ShareState.ACKNOWLEDGED)):
+        with pytest.raises(BadTransition, match=state.name):
+            share.quarantine()
+        assert share.state is state
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_holder_with_quarantined_shares_leaves_like_any_other(holder: Holder, dies: bool) -> None:
+    thing = Thing()
+    late, prompt = holder.grant(thing), holder.grant(thing)
+    late.quarantine()
+    if dies:
+        assert holder.end_all() == 2
+        assert (late.state, prompt.state, thing.num_shares) == (ShareState.DIED, ShareState.DIED, 0)
+    else:
+        holder.quarantine()
+        assert (late.state, prompt.state) == (ShareState.QUARANTINED, ShareState.QUARANTINED)
+        assert holder.acknowledge(late.slot, late.generation)
+    holder.check()
+
+
+def test_shares_older_than_a_time_come_oldest_first_whatever_their_slots(holder: Holder, clock: Clock) -> None:
+    shares = []
+    for clock.now in (1.0, 2.0, 3.0):
+        shares.append(holder.grant(Thing()))
+    holder.acknowledge(shares[0].slot, shares[0].generation)
+    clock.now = 4.0
+    reused = holder.grant(Thing())
+    assert reused.slot == shares[0].slot
+    assert holder.older_than(2.0) == []
+    assert holder.older_than(2.5) == [shares[1]]
+    shares[1].quarantine()
+    assert holder.older_than(9.0) == [shares[1], shares[2], reused] == holder.shares()

@@ -263,7 +263,7 @@ def test_writing_to_a_view_kills_the_process() -> None:
 
 def test_ipc_imports_no_torch() -> None:
     script = (
-        "import sys, ipc, ipc.pool, ipc.memory_shm, ipc.control, ipc.leases, ipc.allocator, ipc.errors;"
+        "import sys, ipc, ipc.pool, ipc.memory_shm, ipc.control, ipc.leases, ipc.offers, ipc.staging, ipc.errors;"
         "print('torch' in sys.modules, any(name.split('.')[0] in ('mmcache', 'encoder') for name in sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)

@@ -1,323 +1,105 @@
-"""Any order of reserving, publishing, leasing, acknowledging, dying and retiring, against a simple model.
+"""Any order of what a pool, its holders and their offers can go through, against a simple model.
 
-Each extent's bytes in a real shared memory carry its own tag from the moment it is published. As long as anybody may
-read them, in this pool or in one that was retired, the tag must be there: an extent reused too early would show.
+`PoolMachine` has the pool and its leases; what is added here are shares for others, and the limit on leases.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
-from ipc.control import ControlMemory
-from ipc.errors import BadTransition, ControlExhausted, ExtentTooLarge
-from ipc.leases import Holder, HolderState, Share, ShareState
-from ipc.memory_shm import ReadOnlyRegion, SharedRegion
-from ipc.pool import Extent, ExtentState, Pool
-
-CAPACITY = 16 * 1024
-NUM_WORDS = 5
-T = TypeVar("T")
+from ipc.errors import BadTransition, SliceGone
+from ipc.leases import HolderState, ShareState
+from ipc.offers import Offer, OfferState
+from ipc.pool import ExtentState
+from tests.ipc.model import PICKS, Client, pick
+from tests.ipc.pool_machine import PoolMachine
 
 
-@dataclass(eq=False)
-class Memory:
-    """A pool with its memory as the writer and as a reader see it."""
-
-    pool: Pool
-    region: SharedRegion
-    reader: ReadOnlyRegion
-
-
-@dataclass(eq=False)
-class Client:
-    """A holder, the client's end of its control memory, and what the model knows of both."""
-
-    holder: Holder
-    words: ControlMemory
-    held: list[Share] = field(default_factory=list)
-    granted: list[Share] = field(default_factory=list)  # ever
-    written: list[int] = field(default_factory=lambda: [0] * NUM_WORDS)
-    seen: list[int] = field(default_factory=lambda: [0] * NUM_WORDS)
-    num_strays: int = 0
-
-    def write(self, slot: int, generation: int) -> None:
-        self.words.acknowledge(slot, generation)
-        self.written[slot] = generation
-
-    def changed(self) -> list[int]:
-        """The slots at which a sweep looks."""
-        top = max((share.slot for share in self.granted), default=0)
-        return [slot for slot in range(1, top + 1) if self.written[slot] != self.seen[slot]]
-
-    def share_in(self, slot: int) -> Share | None:
-        return next((share for share in self.held if share.slot == slot), None)
-
-
-PICKS = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4])  # so that rules often meet at one extent
-
-
-def pick(things: Sequence[T], index: int) -> T:
-    """One of the latest of `things`."""
-    return things[-1 - index % len(things)]
-
-
-class PoolMachine(RuleBasedStateMachine):
+class OffersMachine(PoolMachine):
     def __init__(self) -> None:
+        self.offers: list[Offer] = []  # ever
         super().__init__()
-        self.now = 0.0
-        self.num_tags = 0
-        self.memories: list[Memory] = []
-        self.tags: dict[Extent, int] = {}
-        self.live: dict[Extent, None] = {}  # whose bytes may be read or written by somebody
-        self.evicted: list[Extent] = []
-        self.retired_writing: list[Extent] = []
-        self.pinned: list[Extent] = []
-        self.clients: list[Client] = []
-        self.dead: list[Client] = []
-        self.new_memory()
-        self.connect()
-        self.connect()
-        for nbytes in (2000, 1000, 6000):
-            self.reserve(nbytes, publish=True)
 
-    def new_memory(self) -> None:
-        region = SharedRegion.create("stateful", CAPACITY)
-        region.seal_for_readers()
-        reader = ReadOnlyRegion.attach(region.fd)
-        pool = Pool(len(self.memories), CAPACITY, clock=self.tick, on_evict=self.evicted.append)
-        self.memories.append(Memory(pool, region, reader))
-
-    def tick(self) -> float:
-        self.now += 1.0
-        return self.now
-
-    @property
-    def pool(self) -> Pool:
-        return self.memories[-1].pool
-
-    def in_state(self, state: ExtentState) -> list[Extent]:
-        return [extent for extent in self.live if extent.state is state]
-
-    def readers(self, extent: Extent) -> int:
-        leased = sum(share.extent is extent for client in self.clients for share in client.held)
-        return leased + self.pinned.count(extent)
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether some contiguous run of bytes has no extent that must stay."""
-        stay = [extent for extent in self.live if extent.pool is self.pool]
-        stay = [extent for extent in stay if extent.state is not ExtentState.CACHED or self.readers(extent)]
-        position, largest = 0, 0
-        for extent in sorted(stay, key=lambda extent: extent.offset):
-            largest = max(largest, extent.offset - position)
-            position = extent.offset + -(-extent.nbytes // 256) * 256
-        return nbytes <= max(largest, CAPACITY - position)
-
-    def settle(self) -> None:
-        """Drop from the model what the pool gave up, which must have had no reader."""
-        for extent in [extent for extent in self.live if extent.state is ExtentState.GONE]:
-            assert self.readers(extent) == 0, f"{extent!r} went while somebody may read it"
-            del self.live[extent]
-
-    def ended(self, client: Client, shares: list[Share], state: ShareState) -> None:
-        for share in shares:
-            assert share.state is state
-            client.held.remove(share)
-        self.settle()
-
-    @rule(nbytes=st.integers(1, 6000), publish=st.sampled_from([True, True, False]))
-    def reserve(self, nbytes: int, publish: bool) -> None:
-        before = len(self.evicted)
-        fits = self.fits(nbytes)
-        extent = self.pool.reserve(nbytes)
-        assert (extent is not None) == fits
-        assert fits or len(self.evicted) == before
-        self.settle()
-        if extent is not None:
-            self.num_tags = self.num_tags % 250 + 1
-            self.tags[extent] = self.num_tags
-            self.live[extent] = None
-            self.memories[-1].region.array(extent.offset, nbytes)[:] = self.num_tags
-            if publish:
-                self.pool.publish(extent, b"key", 1.0, None)
-
-    @rule(nbytes=st.integers(CAPACITY + 1, 2 * CAPACITY))
-    def reserve_too_large(self, nbytes: int) -> None:
-        before = len(self.evicted)
-        with pytest.raises(ExtentTooLarge):
-            self.pool.reserve(nbytes)
-        assert len(self.evicted) == before
-
-    @precondition(lambda self: self.in_state(ExtentState.WRITING))
-    @rule(index=PICKS, seconds=st.none() | st.floats(0.001, 10.0))
-    def finish(self, index: int, seconds: float | None) -> None:
-        extent = pick(self.in_state(ExtentState.WRITING), index)
-        if seconds is None:
-            extent.pool.abandon(extent)
-            assert extent.state is ExtentState.GONE
-            self.settle()
-        else:
-            extent.pool.publish(extent, b"key", seconds, None)
-            assert extent.state is ExtentState.CACHED
-
-    @precondition(lambda self: self.retired_writing)
-    @rule()
-    def finish_after_retirement(self) -> None:
-        extent = self.retired_writing.pop()
-        with pytest.raises(BadTransition):
-            extent.pool.publish(extent, b"key", 1.0, None)
-        extent.pool.abandon(extent)
-
-    @precondition(lambda self: self.in_state(ExtentState.CACHED))
-    @rule(index=PICKS, operation=st.sampled_from(["pin", "pin", "touch", "discard"]))
-    def use(self, index: int, operation: str) -> None:
-        extent = pick(self.in_state(ExtentState.CACHED), index)
-        getattr(extent.pool, operation)(extent)
-        if operation == "pin":
-            self.pinned.append(extent)
-        elif operation == "discard":
-            assert extent.state is (ExtentState.DEAD if self.readers(extent) else ExtentState.GONE)
-            self.settle()
-
-    @precondition(lambda self: self.pinned)
-    @rule(index=PICKS)
-    def unpin(self, index: int) -> None:
-        extent = self.pinned.pop(index % len(self.pinned))
-        extent.pool.unpin(extent)
-        self.settle()
+    def requester(self, offer: Offer) -> Client | None:
+        """Whose the offer is, as long as it is open."""
+        return next((client for client in self.clients if offer in client.offers), None)
 
     @precondition(lambda self: self.live)
-    @rule(client_index=PICKS, index=PICKS)
-    def grant(self, client_index: int, index: int) -> None:
+    @rule(client_index=PICKS, index=PICKS, num_shares=st.integers(1, 3))
+    def offer(self, client_index: int, index: int, num_shares: int) -> None:
         client = pick(self.clients, client_index)
         extent = pick(self.in_state(ExtentState.CACHED) or list(self.live), index)
         if client.holder.state is not HolderState.CONNECTED or extent.state is not ExtentState.CACHED:
-            with pytest.raises((BadTransition, ControlExhausted)):
-                extent.pool.grant(extent, client.holder)
+            with pytest.raises(BadTransition):
+                client.holder.offer(extent, num_shares)
             return
-        if len(client.held) == NUM_WORDS - 1:
-            with pytest.raises(ControlExhausted):
-                extent.pool.grant(extent, client.holder)
+        offer = client.holder.offer(extent, num_shares)
+        client.offers.append(offer)
+        self.offers.append(offer)
+
+    @precondition(lambda self: self.offers)
+    @rule(client_index=PICKS, index=PICKS)
+    def claim(self, client_index: int, index: int) -> None:
+        consumer = pick(self.clients, client_index)
+        offer = pick(self.offers, index)
+        requester = self.requester(offer)
+        unclaimed = offer.num_unclaimed
+        error = SliceGone if requester is None else self.refusal(consumer, offer.extent)  # type: ignore[arg-type]
+        if error is not None:
+            with pytest.raises(error):
+                offer.claim(consumer.holder)
+            assert offer.num_unclaimed == unclaimed
             return
-        share = extent.pool.grant(extent, client.holder)
-        assert client.share_in(share.slot) is None
-        assert (share.slot, share.generation) not in [(old.slot, old.generation) for old in client.granted]
-        client.written[share.slot] = client.seen[share.slot] = 0
-        client.held.append(share)
-        client.granted.append(share)
+        share = offer.claim(consumer.holder)
+        assert share.extent is offer.extent
+        assert offer.num_unclaimed == unclaimed - 1
+        consumer.granted_share(share)
+        if unclaimed == 1:
+            assert requester is not None
+            requester.offers.remove(offer)
+            assert offer.state is OfferState.CLAIMED
 
-    @precondition(lambda self: any(client.granted for client in self.clients))
-    @rule(client_index=PICKS, index=PICKS, held=st.booleans(), by_word=st.booleans(), then_sweep=st.booleans())
-    def acknowledge(self, client_index: int, index: int, held: bool, by_word: bool, then_sweep: bool) -> None:
-        """Unless `held`, also late and doubled: the share may have ended and its slot may belong to another."""
-        client = pick([client for client in self.clients if client.granted], client_index)
-        share = pick((client.held if held else None) or client.granted, index)
-        if by_word:
-            client.write(share.slot, share.generation)
-        else:
-            is_held = share in client.held
-            assert client.holder.acknowledge(share.slot, share.generation) is is_held
-            self.ended(client, [share] if is_held else [], ShareState.ACKNOWLEDGED)
-            client.num_strays += not is_held
-        if then_sweep:
-            self.sweep(client)
-
-    @rule(client_index=PICKS, slot=st.integers(1, NUM_WORDS - 1), ahead=st.integers(0, 2), then_sweep=st.booleans())
-    def write_a_word_ahead_of_its_grant(self, client_index: int, slot: int, ahead: int, then_sweep: bool) -> None:
-        client = pick(self.clients, client_index)
-        last = max((share.generation for share in client.granted if share.slot == slot), default=0)
-        client.write(slot, last + ahead)
-        if then_sweep:
-            self.sweep(client)
-
-    @rule()
-    def sweep_all(self) -> None:
-        for client in self.clients:
-            self.sweep(client)
-
-    def sweep(self, client: Client) -> None:
-        expected = []
-        for slot in client.changed():
-            share = client.share_in(slot)
-            if share is not None and share.generation == client.written[slot]:
-                expected.append(share)
-            else:
-                client.num_strays += 1
-            client.seen[slot] = client.written[slot]
-        assert client.holder.sweep() == expected
-        self.ended(client, expected, ShareState.ACKNOWLEDGED)
-
-    @precondition(lambda self: len(self.clients) + len(self.dead) < 8)
-    @rule(client_index=PICKS, dies=st.booleans())
-    def disconnect(self, client_index: int, dies: bool) -> None:
-        client = pick(self.clients, client_index)
-        if dies:
-            held = list(client.held)
-            assert client.holder.end_all() == len(held)
-            self.ended(client, held, ShareState.DIED)
-            self.clients.remove(client)
-            self.dead.append(client)
-            self.connect()
-        elif client.holder.state is HolderState.CONNECTED:
-            client.holder.quarantine()
-            self.connect()
-
-    def connect(self) -> None:
-        control = ControlMemory.create(NUM_WORDS)
-        holder = Holder(control, "client", len(self.clients), clock=self.tick)
-        self.clients.append(Client(holder, ControlMemory.attach(control.fd)))
-
-    @precondition(lambda self: len(self.memories) < 4)
-    @rule()
-    def retire(self) -> None:
-        before = len(self.evicted)
-        cached = {extent for extent in self.in_state(ExtentState.CACHED) if extent.pool is self.pool}
-        self.retired_writing += self.in_state(ExtentState.WRITING)
-        self.pool.retire()
-        assert set(self.evicted[before:]) == cached
-        assert all(extent.state is ExtentState.GONE for extent in self.retired_writing)
-        with pytest.raises(BadTransition):
-            self.pool.reserve(1)
+    @precondition(lambda self: self.offers)
+    @rule(index=PICKS)
+    def cancel(self, index: int) -> None:
+        offer = pick(self.offers, index)
+        requester = self.requester(offer)
+        if requester is None:
+            with pytest.raises(BadTransition):
+                offer.cancel()
+            return
+        offer.cancel()
+        requester.offers.remove(offer)
         self.settle()
-        self.new_memory()
+
+    @rule(client_index=PICKS, age=st.integers(0, 20))
+    def limit(self, client_index: int, age: int) -> None:
+        """Quarantine what is held for longer than the limit."""
+        client = pick(self.clients, client_index)
+        limit = self.now - age
+        late = client.holder.older_than(limit)
+        assert late == [share for share in client.held if share.granted_at < limit]
+        for share in late:
+            if share.state is ShareState.HELD:
+                share.quarantine()
+            else:
+                with pytest.raises(BadTransition):
+                    share.quarantine()
 
     @invariant()
-    def everything_agrees(self) -> None:
-        for memory in self.memories:
-            memory.pool.check()
-            live = {extent for extent in self.live if extent.pool is memory.pool}
-            assert set(memory.pool.extents()) == live
-            if memory.pool.is_retired:
-                assert memory.pool.is_idle == (not live)
-        for client in self.clients + self.dead:
-            client.holder.check()
-            assert set(client.holder.shares()) == set(client.held)
-            assert client.holder.num_strays == client.num_strays
-
-    @invariant()
-    def nobody_reads_another_extents_bytes(self) -> None:
-        for extent in self.live:
-            assert extent.num_shares + extent.num_pins == self.readers(extent)
-            view = self.memories[extent.pool_id].reader.view(extent.offset, extent.nbytes)
-            assert (view == self.tags[extent]).all(), f"{extent!r} was overwritten"
-
-    def teardown(self) -> None:
-        for memory in self.memories:
-            memory.region.close()
-        for client in self.clients + self.dead:
-            client.words.close()
-            client.holder.control.close()
+    def an_offer_is_open_or_over(self) -> None:
+        for offer in self.offers:
+            assert (offer.state is OfferState.OPEN) == (self.requester(offer) is not None)
+            assert offer.num_unclaimed > 0 or offer.state is OfferState.CLAIMED
 
 
 IS_SOAK = bool(os.environ.get("MMCACHE_SOAK"))
-TestPool = PoolMachine.TestCase
+TestPool = OffersMachine.TestCase
 TestPool.settings = settings(
     max_examples=1000 if IS_SOAK else 200, stateful_step_count=200 if IS_SOAK else 60, deadline=None
 )

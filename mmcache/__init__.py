@@ -40,8 +40,11 @@ from mmcache.errors import (
     UnsupportedMode,
     WrongEmbedding,
 )
+from mmcache.handle import Handle
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.lease import Lease
+from mmcache.planning import Plan
+from mmcache.refs import SliceRef, StagedRef
 
 __all__ = [
     "CheckpointError",
@@ -55,6 +58,7 @@ __all__ = [
     "EncodeError",
     "EncodeFailed",
     "Fingerprint",
+    "Handle",
     "ImageTooLarge",
     "ItemError",
     "Lease",
@@ -62,6 +66,7 @@ __all__ = [
     "MMCacheError",
     "NonFiniteEmbedding",
     "NotCached",
+    "Plan",
     "PoolExhausted",
     "ProtocolError",
     "ProtocolMismatch",
@@ -71,6 +76,8 @@ __all__ = [
     "SidecarRunning",
     "SidecarUnavailable",
     "SliceGone",
+    "SliceRef",
+    "StagedRef",
     "StagingExhausted",
     "TooManyLeases",
     "UndecodableImage",

@@ -18,7 +18,6 @@ from mmcache.planning import Plan, plan_item
 from mmcache.pump import Pump
 from mmcache.records import MAX_ITEMS
 from mmcache.refs import StagedRef
-from mmcache.staging import checked_embedding
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,11 +30,12 @@ Item = Any
 pixels that were staged."""
 
 
-class Asking:
-    """The part of a client that is no embedding's way. `_usable` gives a connection, or raises."""
+class Informed:
+    """What a client knows of the model that is served, without asking. `_core`: of its connection."""
 
-    _pump: Pump
-    _timeout_s: float
+    @property
+    def _core(self) -> ClientCore:
+        raise NotImplementedError
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -55,6 +55,13 @@ class Asking:
     def dtype(self) -> str:
         """Of the embeddings: "float32" or "bfloat16"."""
         return self._core.served.dtype
+
+
+class Asking(Informed):
+    """The part of a client that is no embedding's way. `_usable` gives a connection, or raises."""
+
+    _pump: Pump
+    _timeout_s: float
 
     def key(self, item: Item) -> ContentKey:
         """The content key of one item. No round trip. Raises the ItemError of a bad item."""
@@ -102,7 +109,8 @@ class Asking:
             key: of the item that it is the embedding of.
             embedding: `[num_tokens, dim]` in the sidecar's dtype; a bfloat16 one is a tensor.
             grid: patches in time, height and width.
-            cost_seconds: what making it again would take; decides how soon it is evicted.
+            cost_seconds: what making it again would take; decides how soon it is evicted. 0 for what the sidecar's
+                own encoder would take.
 
         Raises:
             WrongEmbedding: shape, dtype or grid do not fit, or another model is served by now.
@@ -112,7 +120,7 @@ class Asking:
         (checked,) = checked_keys([key], 1)
         return self._ask(
             lambda core, timeout_s: asks.put(
-                core, checked, checked_embedding(embedding, core.served), grid, cost_seconds, timeout_s
+                core, asks.PutItem.of(checked, embedding, core.served), grid, cost_seconds, timeout_s
             )
         )
 

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
+
+import numpy as np
+from pydantic import ValidationError
 
 from ipc.memory_shm import sealed_copy
 from mmcache.core import ClientCore, milliseconds
-from mmcache.errors import ITEM_ERRORS, CheckpointError, ConfigError, ItemError, ProtocolError, SidecarError
+from mmcache.encode_call import sidecar_time_s
+from mmcache.errors import (
+    ITEM_ERRORS,
+    CheckpointError,
+    ConfigError,
+    ItemError,
+    ProtocolError,
+    SidecarError,
+    WrongEmbedding,
+)
 from mmcache.framing import Frame, Kind, parse
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.pending import Ask, frame_of
@@ -17,7 +30,9 @@ from mmcache.protocol import LeasesRequest, Put, PutReply, Reload, Reloaded, Sta
 from mmcache.records import LOOKUP_HEAD, MAX_ITEMS, ORIGINS
 
 if TYPE_CHECKING:
-    import numpy as np
+    import torch
+
+    from mmcache.lease import Served
 
 T = TypeVar("T")
 
@@ -84,27 +99,47 @@ def lookup(keys: Sequence[ContentKey], core: ClientCore, _: float) -> Question[l
     return Question(ask, read)
 
 
+class PutItem(NamedTuple):
+    """An embedding to put, in a sealed memfd. `close` it unless it was handed to `put`."""
+
+    key: ContentKey
+    served: Served
+    num_tokens: int
+    fd: int
+
+    @classmethod
+    def of(cls, key: ContentKey, embedding: np.ndarray[Any, Any] | torch.Tensor, served: Served) -> Self:
+        """Copy an embedding. Raises `WrongEmbedding` unless it fits the model `served`."""
+        rows = checked_embedding(embedding, served)
+        fd, _ = sealed_copy("mmcache-put", [rows.data])
+        return cls(key, served, len(rows), fd)
+
+    def close(self) -> None:
+        """It will not be put."""
+        os.close(self.fd)
+
+
 def put(
-    core: ClientCore,
-    key: ContentKey,
-    embedding: np.ndarray[Any, Any],
-    grid: tuple[int, int, int],
-    cost_seconds: float,
-    timeout_s: float,
+    core: ClientCore, item: PutItem, grid: tuple[int, int, int], cost_seconds: float, timeout_s: float
 ) -> Question[bool]:
-    """An embedding made elsewhere: its bytes, `[num_tokens, row_bytes]`, of the model that is served."""
-    fd, _ = sealed_copy("mmcache-put", [embedding.data])
+    """An embedding made elsewhere. `item` is used up, also when this raises."""
     ask = Ask(core.new_id())
-    message = Put(
-        ask_id=ask.ask_id, timeout_ms=milliseconds(timeout_s), fingerprint=bytes.fromhex(core.served.fingerprint),
-        key=bytes(key), num_tokens=len(embedding), grid=grid, cost_seconds=cost_seconds,
-    )  # fmt: skip
-    core.ask(Kind.PUT, ask, message, fds=[fd])
+    try:
+        message = Put(
+            ask_id=ask.ask_id, timeout_ms=milliseconds(sidecar_time_s(timeout_s)),
+            fingerprint=bytes.fromhex(item.served.fingerprint), key=bytes(item.key), num_tokens=item.num_tokens,
+            grid=grid, cost_seconds=cost_seconds,
+        )  # fmt: skip
+    except ValidationError as error:
+        item.close()
+        first = error.errors(include_url=False)[0]
+        raise WrongEmbedding(f"{first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
+    core.ask(Kind.PUT, ask, message, fds=[item.fd])
 
     def read(frame: Frame) -> bool:
         reply = parse(PutReply, frame)
         if reply.error:
-            raise ITEM_ERRORS.get(reply.error, ItemError)(reply.reason, source=str(key)[:12])
+            raise ITEM_ERRORS.get(reply.error, ItemError)(reply.reason, source=str(item.key)[:12])
         return reply.is_new
 
     return Question(ask, read)
@@ -113,3 +148,23 @@ def put(
 def _json(frame: Frame) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(frame.body or b"{}")
     return found
+
+
+def checked_embedding(embedding: Any, served: Served) -> np.ndarray[Any, Any]:
+    """An embedding's bytes, `[num_tokens, row_bytes]`, contiguous.
+
+    Raises:
+        WrongEmbedding: it is not `[num_tokens, dim]` of the sidecar's dtype, or not on the CPU.
+    """
+    dtype = str(getattr(embedding, "dtype", type(embedding).__name__)).removeprefix("torch.")
+    shape = tuple(getattr(embedding, "shape", ()))
+    if len(shape) != 2 or not shape[0] or shape[1] != served.dim or dtype != served.dtype:
+        raise WrongEmbedding(
+            f"an embedding must be {served.dtype} [num_tokens, {served.dim}], got {dtype} {list(shape)}"
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(embedding, torch.Tensor):
+        if embedding.device.type != "cpu":
+            raise WrongEmbedding(f"it is on {embedding.device}; call .cpu() first")
+        embedding = embedding.detach().contiguous().view(torch.uint8).numpy()
+    return np.ascontiguousarray(embedding).view(np.uint8)

@@ -8,12 +8,10 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from ipc.control import ControlMemory
-from ipc.errors import IpcError
-from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion, SharedRegion, sealed_copy
-from mmcache.errors import ITEM_ERRORS, ItemError, ProtocolError, UnreadableItem
+from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion, SharedRegion
+from mmcache.errors import ITEM_ERRORS, ItemError, ProtocolError
 from mmcache.framing import Frame, Kind, Message, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.keys import KeyHasher
 from mmcache.lease import Lease, Served
@@ -27,7 +25,6 @@ from mmcache.protocol import (
     PoolAdded,
     PoolGone,
     Recall,
-    Supply,
     Unsettled,
     Welcome,
     Withdraw,
@@ -41,14 +38,11 @@ from mmcache.records import (
     OPEN_HEAD,
     RESULTS_HEAD,
     STAGED_ITEM,
-    SUPPLY_WINDOW,
     TOKEN,
 )
 from mmcache.refs import SliceRef
+from mmcache.supplying import Supplying, supply_now
 from mmcache.transport import take_descriptors
-
-MAX_SUPPLY_BYTES = 256 << 20
-"""One memfd carries up to this many bytes, or one item."""
 
 
 class ClientCore:
@@ -60,6 +54,7 @@ class ClientCore:
         held: those that only the death of their memory acknowledges.
         served: the model that is served, as far as was heard.
         staging: this client's region for pixels, once it has one.
+        supply: what is done about bytes that are asked for: `prepare` in any thread, then `supplied`.
     """
 
     def __init__(self, welcome: Welcome, control_fd: int, namespace: str) -> None:
@@ -70,6 +65,7 @@ class ClientCore:
         self.outbox: deque[OutgoingFrame] = deque()
         self.served = Served(welcome.fingerprint, welcome.dtype, welcome.dim, welcome.processor)
         self.staging: SharedRegion | None = None
+        self.supply: Callable[[ClientCore, Supplying], None] = supply_now
         self.live: set[int] = set()
         self.held: set[int] = set()
         self._getpid = os.getpid  # also there when the interpreter goes down
@@ -90,8 +86,9 @@ class ClientCore:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many requests are in flight as may be."""
-        return len(self._pending) >= MAX_REQUESTS
+        """Whether as many requests and questions are in flight as may be."""
+        room = MAX_REQUESTS - len(self._asks)
+        return len(self._pending) >= room and sum(not pending.is_done for pending in self._pending.values()) >= room
 
     def new_id(self) -> int:
         """An id that nothing in flight has."""
@@ -143,8 +140,10 @@ class ClientCore:
         self.tell(Kind.WITHDRAW, Withdraw(), b"".join(map(TOKEN.pack, tokens)))
 
     def give_up(self, ask: Ask) -> None:
-        """Nobody waits for the answer any more."""
-        self._asks[ask.ask_id] = Ask(ask.ask_id)  # its answer still comes
+        """Nobody waits for the answer any more. It still comes, or has."""
+        ask.is_given_up = True
+        if ask.answer is not None:
+            ask.undo(ask.answer)
 
     def drop(self, action: Callable[[], None]) -> None:
         """Do this with the next call: for finalizers, which may run in the middle of anything."""
@@ -171,6 +170,19 @@ class ClientCore:
         else:
             close_all(frame.fds)
             self._on_news(frame)
+
+    def supplied(self, supplying: Supplying) -> None:
+        """The bytes that were asked for are prepared: send them. What cannot be sent has its error."""
+        pending = supplying.pending
+        self.outbox.extend(supplying.frames)  # also when the request is over: what was served may be checked yet
+        if not supplying.failed or self._pending.get(pending.request_id) is not pending:
+            return
+        for position, error in supplying.failed:
+            pending.fail(position, type(error), error.reason)
+        positions = [position for position, _ in supplying.failed]
+        self.tell(Kind.CANCEL, Cancel(request_id=pending.request_id, positions=positions))
+        if not pending.num_open:
+            self.settle(pending.settled())
 
     def acknowledge(self, token: int) -> None:
         """A share ends. A store into the control memory; where stores are not ordered, a message with the next call."""
@@ -236,6 +248,8 @@ class ClientCore:
             finally:
                 os.close(fd)
         ask.answer = frame
+        if ask.is_given_up:
+            ask.undo(frame)
 
     def _on_results(self, frame: Frame) -> None:
         (request_id,) = RESULTS_HEAD.unpack_from(frame.body)
@@ -256,11 +270,8 @@ class ClientCore:
             pending.offer(position, token)
         for position, kind, reason in zip(unsettled.failed, unsettled.errors, unsettled.reasons, strict=True):
             pending.fail(position, ITEM_ERRORS.get(kind, ItemError), reason)
-        if isinstance(pending, PendingEncode):
-            if unsettled.need:
-                self._supply(pending, unsettled.need)
-            if unsettled.verify:
-                self._supply_to_verify(pending, unsettled.verify[:SUPPLY_WINDOW])
+        if isinstance(pending, PendingEncode) and (unsettled.need or unsettled.verify):
+            self.supply(self, Supplying(pending, unsettled.need, unsettled.verify))
 
     def _on_grants(self, pending: Pending, grants: bytes) -> None:
         keys, results, pools, add, served = pending.keys, pending.results, self._pools, self.live.add, self.served
@@ -273,41 +284,6 @@ class ClientCore:
             add(token)
             num += 1
         pending.num_open -= num
-
-    def _supply(self, pending: PendingEncode, positions: Sequence[int]) -> None:
-        """Send the bytes of needed items, a memfd for as many of them as its bound allows."""
-        batch: list[int] = []
-        nbytes = 0
-        for position in positions:
-            try:
-                size = pending.part.media(position).nbytes
-            except ItemError as error:
-                self._leave_out(pending, [position], error)
-                continue
-            if batch and nbytes + size > MAX_SUPPLY_BYTES:
-                self._send_supply(pending, batch)
-                batch, nbytes = [], 0
-            batch.append(position)
-            nbytes += size
-        if batch:
-            self._send_supply(pending, batch)
-
-    def _supply_to_verify(self, pending: PendingEncode, positions: Sequence[int]) -> None:
-        """Send the bytes of items that are served already, a memfd each; one that cannot be sent is left out."""
-        for position in positions:
-            with suppress(IpcError, ItemError):
-                self.outbox.append(_supply_frame(pending, [position]))
-
-    def _send_supply(self, pending: PendingEncode, positions: Sequence[int]) -> None:
-        try:
-            self.outbox.append(_supply_frame(pending, positions))
-        except (IpcError, ItemError) as error:
-            self._leave_out(pending, positions, UnreadableItem(f"cannot be sent: {error}"))
-
-    def _leave_out(self, pending: PendingEncode, positions: Sequence[int], error: ItemError) -> None:
-        for position in positions:
-            pending.fail(position, type(error), error.reason)
-        self.tell(Kind.CANCEL, Cancel(request_id=pending.request_id, positions=list(positions)))
 
     def _tidy(self) -> None:
         """Do what finalizers left, and send acknowledgements that go by message."""
@@ -323,14 +299,3 @@ class ClientCore:
 def milliseconds(seconds: float) -> int:
     """As frames carry a time."""
     return max(0, min(int(seconds * 1000), MAX_TIMEOUT_MS))
-
-
-def _supply_frame(pending: PendingEncode, positions: Sequence[int]) -> OutgoingFrame:
-    """The bytes of some items in one memfd. Raises `IpcError` if there is none to be had."""
-    media = [pending.part.media(position) for position in positions]
-    fd, offsets = sealed_copy("mmcache-supply", [item.raw for item in media])
-    supply = Supply(
-        request_id=pending.request_id, positions=list(positions), kinds=[item.kind for item in media],
-        headers=[item.header for item in media], offsets=offsets, sizes=[item.nbytes for item in media],
-    )  # fmt: skip
-    return pack_frame(Kind.SUPPLY, supply, fds=[fd], owned=True)

@@ -29,6 +29,7 @@ class EncodeCall:
 
     Attributes:
         deadline: of the call, on the monotonic clock.
+        items: what is to be encoded.
         lock: held by whoever cuts and asks; threads may share a call.
     """
 
@@ -51,6 +52,7 @@ class EncodeCall:
             raise ValueError(f"consumers must be 0 to {MAX_CONSUMERS}, got {consumers}")
         items = list(items)
         self.deadline = deadline
+        self.items = items
         self.lock = threading.Lock()
         self._core = core
         self._errors = errors

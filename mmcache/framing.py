@@ -78,6 +78,8 @@ class Kind(IntEnum):
     LOADED = 49
     SWAP = 50
     UNLOAD = 51
+    MAP_REGION = 52
+    UNMAP_REGION = 53
 
 
 class Message(BaseModel):

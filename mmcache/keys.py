@@ -91,15 +91,36 @@ class KeyHasher:
             ValueError: `raw` is not C-contiguous.
         """
         view = _contiguous(raw)
-        name = kind.encode()
-        state = self._prefix.copy()
-        state.update(
-            b"".join(
-                (_LENGTH.pack(len(name)), name, _LENGTH.pack(len(header)), header, _LENGTH.pack(view.nbytes)),
-            )
-        )
+        state = self._begin(kind, header, view.nbytes)
         state.update(view)
         return ContentKey(state.digest())
+
+    def begin(self, kind: str, header: bytes, nbytes: int) -> KeyState:
+        """The key of one item whose `nbytes` bytes of raw content come piece by piece."""
+        return KeyState(self._begin(kind, header, nbytes))
+
+    def _begin(self, kind: str, header: bytes, nbytes: int) -> xxhash.xxh3_128:
+        name = kind.encode()
+        state = self._prefix.copy()
+        state.update(b"".join((_LENGTH.pack(len(name)), name, _LENGTH.pack(len(header)), header, _LENGTH.pack(nbytes))))
+        return state
+
+
+class KeyState:
+    """A key in the making."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: xxhash.xxh3_128) -> None:
+        self._state = state
+
+    def update(self, piece: Buffer) -> None:
+        """The next piece of the raw content, C-contiguous."""
+        self._state.update(_contiguous(piece))
+
+    def key(self) -> ContentKey:
+        """The key of what has come."""
+        return ContentKey(self._state.digest())
 
 
 def fingerprint(

@@ -51,6 +51,10 @@ class Part:
             media = describe(item, self.places[position], self._max_item_bytes)
         return media
 
+    def item(self, position: int) -> object:
+        """What the user gave."""
+        return self._items[position]
+
     def source(self, position: int) -> str:
         """What the user gave, for messages."""
         if position < len(self._media) and (media := self._media[position]) is not None:

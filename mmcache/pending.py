@@ -106,13 +106,21 @@ class PendingOpen(Pending):
 
 
 class Ask:
-    """A question in flight. `answer`: the frame that answers it, once it is there."""
+    """A question in flight.
 
-    __slots__ = ("answer", "ask_id")
+    Attributes:
+        answer: the frame that answers it, once it is there.
+        is_given_up: nobody waits for it any more.
+        undo: gives back what the answer to a question that was given up brings.
+    """
 
-    def __init__(self, ask_id: int) -> None:
+    __slots__ = ("answer", "ask_id", "is_given_up", "undo")
+
+    def __init__(self, ask_id: int, undo: Callable[[Frame], None] = lambda _: None) -> None:
         self.ask_id = ask_id
         self.answer: Frame | None = None
+        self.is_given_up = False
+        self.undo = undo
 
     @property
     def is_done(self) -> bool:

@@ -108,8 +108,8 @@ def parse_tokens(frame: Frame, start: int = 0) -> list[int]:
         ProtocolError: too many, or not whole ones.
     """
     num_tokens, rest = divmod(len(frame.body) - start, TOKEN.size)
-    if rest or not 0 <= num_tokens <= MAX_ITEMS:
-        raise ProtocolError(f"{len(frame.body)} bytes of body are not up to {MAX_ITEMS} tokens")
+    if rest or not 1 <= num_tokens <= MAX_ITEMS:
+        raise ProtocolError(f"{len(frame.body)} bytes of body are not 1 to {MAX_ITEMS} tokens")
     return [token for (token,) in TOKEN.iter_unpack(frame.body[start:])]
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 
+from ipc.errors import OutOfBounds
 from mmcache.asks import Question
 from mmcache.core import ClientCore, milliseconds
-from mmcache.errors import ITEM_ERRORS, ItemError, ProtocolError, UnsupportedItem, WrongEmbedding
+from mmcache.encode_call import sidecar_time_s
+from mmcache.errors import ITEM_ERRORS, ConnectionLost, ItemError, ProtocolError, UnsupportedItem
 from mmcache.framing import Frame, Kind, parse
-from mmcache.lease import Served
 from mmcache.media import ARRAY, ArrayHeader, Media, describe
 from mmcache.patches import PatchHeader, describe_patches
 from mmcache.pending import Ask
@@ -21,8 +22,12 @@ from mmcache.protocol import MAX_STAGED, Stage, Staged, StagePlaces
 from mmcache.records import MAX_CONSUMERS, TOKEN
 from mmcache.refs import StagedRef
 
-if TYPE_CHECKING:
-    from mmcache.pump import Pump
+
+class Turns(Protocol):
+    """A connection, as far as it matters here."""
+
+    def turn(self) -> AbstractContextManager[ClientCore]:
+        """The core, to send something."""
 
 
 class StageCall:
@@ -51,13 +56,14 @@ class StageCall:
         self._keys = [core.hasher.key(media.kind, media.header, media.raw) for media in self._media]
         self._places: list[tuple[int, int]] = []
 
-    def questions(self, pump: Pump, deadline: float) -> Iterator[Question[None]]:
+    def questions(self, pump: Turns, deadline: float) -> Iterator[Question[None]]:
         """Ask for room, for a bounded number of slices at once."""
         for start in range(0, len(self._media), MAX_STAGED):
             media, keys = self._media[start : start + MAX_STAGED], self._keys[start : start + MAX_STAGED]
-            ask = Ask(self._core.new_id())
+            ask = Ask(self._core.new_id(), undo=self._undo)
             stage = Stage(
-                ask_id=ask.ask_id, timeout_ms=milliseconds(deadline - time.monotonic()), consumers=self._consumers,
+                ask_id=ask.ask_id, timeout_ms=milliseconds(sidecar_time_s(deadline - time.monotonic())),
+                consumers=self._consumers,
                 kinds=[item.kind for item in media], headers=[item.header for item in media],
                 sizes=[item.nbytes for item in media],
             )  # fmt: skip
@@ -72,7 +78,11 @@ class StageCall:
             raise ProtocolError("there is no staging region to write to")
         for media, (_, offset) in zip(self._media, self._places, strict=True):
             assert region is not None, "it was checked"
-            np.copyto(region.array(offset, media.nbytes), np.frombuffer(media.raw, np.uint8))
+            try:
+                place = region.array(offset, media.nbytes)
+            except OutOfBounds as error:
+                raise ConnectionLost(f"the staging region went with its connection: {error}") from error
+            np.copyto(place, np.frombuffer(media.raw, np.uint8))
 
     def complete(self) -> list[StagedRef]:
         """Say that the pixels are there."""
@@ -87,6 +97,13 @@ class StageCall:
         """Give the room back."""
         if self._places:
             self._core.withdraw([token for token, _ in self._places])
+
+    def _undo(self, frame: Frame) -> None:
+        """Places came that nobody will write to."""
+        places = parse(StagePlaces, frame)
+        tokens = [token for token, error in zip(places.tokens, places.errors, strict=True) if not error]
+        if tokens:
+            self._core.withdraw(tokens)
 
     def _placed(self, frame: Frame) -> None:
         places = parse(StagePlaces, frame)
@@ -112,23 +129,3 @@ def _shape(media: Media) -> tuple[int, ...]:
     header = ArrayHeader if media.kind == ARRAY else PatchHeader
     shape: tuple[int, ...] = header.model_validate_json(media.header).shape
     return shape
-
-
-def checked_embedding(embedding: Any, served: Served) -> np.ndarray[Any, Any]:
-    """An embedding's bytes, `[num_tokens, row_bytes]`, contiguous.
-
-    Raises:
-        WrongEmbedding: it is not `[num_tokens, dim]` of the sidecar's dtype, or not on the CPU.
-    """
-    dtype = str(getattr(embedding, "dtype", type(embedding).__name__)).removeprefix("torch.")
-    shape = tuple(getattr(embedding, "shape", ()))
-    if len(shape) != 2 or not shape[0] or shape[1] != served.dim or dtype != served.dtype:
-        raise WrongEmbedding(
-            f"an embedding must be {served.dtype} [num_tokens, {served.dim}], got {dtype} {list(shape)}"
-        )
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(embedding, torch.Tensor):
-        if embedding.device.type != "cpu":
-            raise WrongEmbedding(f"it is on {embedding.device}; call .cpu() first")
-        embedding = embedding.detach().contiguous().view(torch.uint8).numpy()
-    return np.ascontiguousarray(embedding).view(np.uint8)

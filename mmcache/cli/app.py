@@ -9,6 +9,7 @@ import click
 
 from mmcache._version import __version__
 from mmcache.cli.encode import encode
+from mmcache.cli.leases import leases
 from mmcache.cli.reload import reload
 from mmcache.cli.serve import serve
 from mmcache.cli.stats import stats
@@ -27,6 +28,7 @@ def cli() -> None:
 cli.add_command(serve)
 cli.add_command(encode)
 cli.add_command(stats)
+cli.add_command(leases)
 cli.add_command(reload)
 
 

@@ -11,6 +11,11 @@ from mmcache.errors import ProtocolError
 from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
 from mmcache.protocol import Acknowledge, Bye, Cancel, Reload, StatsReply, StatsRequest
 from mmcache.server.calls import acknowledgements
+from mmcache.server.leases_view import on_leases
+from mmcache.server.lookups import on_lookup
+from mmcache.server.offers import on_open, on_withdraw
+from mmcache.server.puts import on_put
+from mmcache.server.staging import on_stage, on_staged
 
 if TYPE_CHECKING:
     from mmcache.server.connection import Connection
@@ -52,6 +57,7 @@ def _bye(connection: Connection, holder: Holder, frame: Frame) -> None:
     parse(Bye, frame)
     held = acknowledgements(frame, holder)
     connection.calls.cancel()
+    connection.coordinator.staging.end(connection)  # it has written what it ever will
     for share in holder.shares():
         if (share.slot, share.generation) not in held:
             holder.acknowledge(share.slot, share.generation)
@@ -74,6 +80,13 @@ HANDLERS: dict[int, Handler] = {
     Kind.BYE: _bye,
     Kind.STATS: _stats,
     Kind.RELOAD: _reload,
+    Kind.LOOKUP: on_lookup,
+    Kind.LEASES: on_leases,
+    Kind.PUT: on_put,
+    Kind.OPEN: on_open,
+    Kind.STAGE: on_stage,
+    Kind.STAGED: on_staged,
+    Kind.WITHDRAW: on_withdraw,
 }
-CARRIERS: frozenset[int] = frozenset()
+CARRIERS: frozenset[int] = frozenset({Kind.PUT})
 """Kinds that come with descriptors."""

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ipc.pool import Extent
-from mmcache.errors import EncodeFailed, NonFiniteEmbedding
+from mmcache.errors import ContentMismatch, EncodeFailed, NonFiniteEmbedding
 from mmcache.server.decoders import Pixels
 from mmcache.server.messages import Ran, Run
+from mmcache.server.staged import StagedPixels
 
 
 class RankLostError(Exception):
@@ -25,7 +26,7 @@ class RecalledError(Exception):
 class EncodeJob:
     """One item on its way through a rank. `done` gives the seconds that the encode took."""
 
-    pixels: Pixels
+    pixels: Pixels | StagedPixels
     extent: Extent
     num_patches: int
     num_tokens: int
@@ -69,7 +70,11 @@ class Batcher:
         total_s = sum(job.cost_s for job in batch)
         for i, job in enumerate(batch):
             self.queued_s -= job.cost_s
-            if result.error:
+            if i in result.false_claims:
+                job.done.set_exception(
+                    ContentMismatch("the staged pixels do not hash to their key; nothing was cached")
+                )
+            elif result.error:
                 job.done.set_exception(EncodeFailed(f"the rank failed: {result.error}"))
             elif not result.finite[i]:
                 job.done.set_exception(NonFiniteEmbedding("the encoder produced NaN or Inf; nothing was cached"))
@@ -121,13 +126,21 @@ class Batcher:
         self._last_batch += 1
         self.num_batches += 1
         batch = self._running
+        sizes = [_size(job.pixels) for job in batch]
+        staged = [(place, job.pixels) for place, job in enumerate(batch) if isinstance(job.pixels, StagedPixels)]
         run = Run(
             batch_id=self._last_batch,
-            sources=[job.pixels.part.offset for job in batch],
-            num_frames=[job.pixels.num_frames for job in batch],
-            heights=[job.pixels.height for job in batch],
-            widths=[job.pixels.width for job in batch],
+            sources=[job.pixels.offset for job in batch],
+            num_frames=[size[0] for size in sizes],
+            heights=[size[1] for size in sizes],
+            widths=[size[2] for size in sizes],
+            claims={place: pixels.slice.claimed() for place, pixels in staged},
             extents=[job.extent.offset for job in batch],
             num_tokens=[job.num_tokens for job in batch],
         )
         self._send(run)
+
+
+def _size(pixels: Pixels | StagedPixels) -> tuple[int, int, int]:
+    """Frames, height and width of decoded pixels; staged ones say theirs in their header."""
+    return (pixels.num_frames, pixels.height, pixels.width) if isinstance(pixels, Pixels) else (0, 0, 0)

@@ -10,9 +10,9 @@ from ipc.leases import Holder, ShareState
 from mmcache.errors import ProtocolError
 from mmcache.framing import Frame, close_all, parse
 from mmcache.protocol import Cancel, Supply
-from mmcache.records import ACKNOWLEDGEMENT, MAX_REQUESTS, parse_encode
+from mmcache.records import ACKNOWLEDGEMENT, MAX_REQUESTS, EncodeFrame, parse_encode
 from mmcache.server.decoders import SharedDescriptor, Supplied
-from mmcache.server.requests import Call, Request
+from mmcache.server.requests import Flight, Request
 from mmcache.server.supply import check_supply
 from mmcache.transport import take_descriptors
 
@@ -21,11 +21,51 @@ if TYPE_CHECKING:
     from mmcache.server.coordinator import Coordinator
 
 RECENT_REQUESTS = 8
-RECENT_CALLS = 2 * MAX_REQUESTS
+MAX_CALLS = 2 * MAX_REQUESTS
+"""Remembered until they are over; what is then left of the oldest counts as a call of its own."""
 SWEEP_ABOVE = 256
 """A request sweeps its connection's control memory in passing when it holds more shares than this."""
 
 _arrivals = count()
+
+
+class Call:
+    """What the client's user asked for at once: one request or several.
+
+    Until all of it is settled its user has none of it: so long its grants may be recalled.
+
+    Attributes:
+        order: of its arrival among all calls; room in the pool is given in this order.
+        call_id: names it on its connection.
+        requests: its parts so far; none once it is over.
+    """
+
+    __slots__ = ("_has_more", "_num_unfinished", "call_id", "order", "requests")
+
+    def __init__(self, order: int, call_id: int = 0) -> None:
+        self.order = order
+        self.call_id = call_id
+        self.requests: deque[Request] = deque(maxlen=MAX_REQUESTS)
+        self._has_more = True
+        self._num_unfinished = 0
+
+    def begin(self, request: Request, has_more: bool) -> None:
+        """One more part, after which there are more or not."""
+        self.requests.append(request)
+        self._has_more = has_more
+        self._num_unfinished += 1
+
+    def reopen(self) -> None:
+        """A part that was finished is not."""
+        self._num_unfinished += 1
+
+    def finish(self) -> bool:
+        """A part is finished. True if that was the last, and the call is over."""
+        self._num_unfinished -= 1
+        if self._has_more or self._num_unfinished:
+            return False
+        self.requests.clear()
+        return True
 
 
 class Calls:
@@ -46,15 +86,30 @@ class Calls:
         if frame.fds:
             close_all(frame.fds)
         encode = parse_encode(frame)
-        if encode.request_id in self._requests or len(self._requests) == MAX_REQUESTS:
-            raise ProtocolError(f"request {encode.request_id} is in flight already, or {MAX_REQUESTS} others are")
-        request = Request(self._connection, holder, self._call(encode.call_id), encode)
+        self._check_new(encode.request_id)
+        call = self._call(encode.call_id)
+        request = Request(self._connection, holder, call, encode)
+        call.begin(request, encode.has_more)
         self._requests[encode.request_id] = request
         self._coordinator.serve_batch(request)
         if encode.has_more:
             self._coordinator.poller.expect_more()
         if holder.num_active > SWEEP_ABOVE:
             holder.sweep()
+
+    def stand_in(self, holder: Holder, ask_id: int, flight: Flight) -> Request:
+        """A request of one item that waits with a flight and is given up as others are; whoever made it answers.
+
+        Raises:
+            ProtocolError: as `on_encode` does.
+        """
+        self._check_new(ask_id)
+        asked = EncodeFrame(ask_id, 0, 0, 0, has_more=False, keys=flight.key, staged={})
+        call = Call(next(_arrivals))
+        request = self._requests[ask_id] = Request(self._connection, holder, call, asked)
+        call.begin(request, has_more=False)
+        flight.join(request, 0)
+        return request
 
     def on_supply(self, frame: Frame) -> None:
         """Bytes came: hand them to whom they were asked for. What nobody waits for any more is dropped."""
@@ -76,7 +131,9 @@ class Calls:
             return
         given_up = [recent for recent in self._recent if recent.request_id == cancel.request_id]
         holder.sweep()
-        for share in [share for recent in given_up for share in recent.shares.values()]:
+        for token in [token for recent in given_up for token in recent.tokens.values()]:
+            self._coordinator.offers.withdraw(token, holder)
+        for share in [share for recent in given_up for share in (*recent.shares.values(), *recent.recalled)]:
             if share.state not in (ShareState.ACKNOWLEDGED, ShareState.DIED):
                 holder.acknowledge(share.slot, share.generation)
 
@@ -85,6 +142,16 @@ class Calls:
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
         self._recent.append(request)
+        call = request.call
+        if call.finish() and self._calls.get(call.call_id) is call:
+            del self._calls[call.call_id]
+
+    def reopen(self, request: Request) -> None:
+        """A request that was settled has open positions again."""
+        self._requests[request.request_id] = request
+        if request in self._recent:
+            self._recent.remove(request)
+        request.call.reopen()
 
     def flush(self) -> None:
         """Send what is settled."""
@@ -96,11 +163,15 @@ class Calls:
         for request in list(self._requests.values()):
             request.cancel([])
 
+    def _check_new(self, request_id: int) -> None:
+        if request_id in self._requests or len(self._requests) >= MAX_REQUESTS:
+            raise ProtocolError(f"request {request_id} is in flight already, or {MAX_REQUESTS} others are")
+
     def _call(self, call_id: int) -> Call:
         call = self._calls.get(call_id)
         if call is None:
-            call = self._calls[call_id] = Call(next(_arrivals))
-            if len(self._calls) > RECENT_CALLS:
+            call = self._calls[call_id] = Call(next(_arrivals), call_id)
+            if len(self._calls) > MAX_CALLS:
                 self._calls.popitem(last=False)
         return call
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ipc.control import ControlMemory
 from ipc.leases import Holder
+from ipc.pool import Extent
 from mmcache._version import __version__
 from mmcache.errors import ItemError, ProtocolError, ProtocolMismatch
 from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
@@ -42,6 +44,7 @@ class Connection:
         self._pidfd = -1
         self.namespace = ""
         self.calls = Calls(self, coordinator)
+        self.num_asked = 0
         self._closes_when_idle = False
         self.holder: Holder | None = None
         self._channel = Channel(coordinator.poller, sock, self._on_frame, self._on_close, is_hurried=True)
@@ -71,11 +74,15 @@ class Connection:
         self.calls.flush()
         self.send(pack_frame(Kind.MODEL_CHANGED, facts.changed()))
 
+    def offer(self, extent: Extent, num_shares: int) -> int:
+        """Shares for others on what was just granted; the token of the offer."""
+        assert self.holder is not None, "it was granted something"
+        return self.coordinator.offers.add(self.holder, extent, num_shares, self.namespace)
+
     def close_when_idle(self) -> None:
         """Close now, or after the last request in flight."""
         self._closes_when_idle = True
-        if not self.calls:
-            self._channel.close("shutting down")
+        self._close_if_idle()
 
     def close(self) -> None:
         """Close now."""
@@ -86,14 +93,19 @@ class Connection:
         if self.holder is None:
             return
         self.holder.sweep()
-        if not self._channel.is_open and self.holder.num_active == 0:
+        stays = self.holder.num_active or self.coordinator.staging.area_of(self) is not None
+        if not self._channel.is_open and not stays:
             self._forget()
 
     def finished(self, request: Request) -> None:
         """A request is settled, or given up."""
         self.calls.finished(request)
-        if self._closes_when_idle and not self.calls:
-            self._channel.close("shutting down")
+        self._close_if_idle()
+
+    def answered(self) -> None:
+        """One of the questions that are answered in the background is settled."""
+        self.num_asked -= 1
+        self._close_if_idle()
 
     def count_error(self, kind: str) -> None:
         """One item failed."""
@@ -101,7 +113,20 @@ class Connection:
 
     def late_errors(self) -> Callable[[Flight], ItemError]:
         """Gives the error of each position that is open at its request's deadline."""
-        return self.coordinator.late_errors()
+        assert self.holder is not None, "it has made a request"
+        return self.coordinator.late_errors(self.holder)
+
+    def kill(self) -> bool:
+        """Send the client's process SIGKILL, whoever has its socket. False if it is dead, or may not be killed."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        except OSError:
+            return False
+        return True
+
+    def _close_if_idle(self) -> None:
+        if self._closes_when_idle and not self.calls and not self.num_asked:
+            self._channel.close("shutting down")
 
     def _on_frame(self, frame: Frame) -> None:
         if self.holder is None:
@@ -149,12 +174,15 @@ class Connection:
         self.coordinator.closed()
         self.coordinator.verifier.forget(self)
         self.calls.cancel()
+        if self.holder is not None:
+            self.coordinator.offers.left(self.holder)
         if self.holder is None:
             self._forget()
             return
         log.debug("connection of %s (pid %d) closed: %s", self.holder.name, self._pid, reason)
         self.holder.sweep()
-        if self.holder.num_active == 0:
+        stays = self.coordinator.staging.quarantine(self)
+        if self.holder.num_active == 0 and not stays:
             self._forget()
         else:
             self.holder.quarantine()
@@ -166,6 +194,7 @@ class Connection:
         if self._pidfd >= 0:
             self.holder.sweep()
             self.holder.end_all()
+            self.coordinator.staging.end(self)
             self._forget()
 
     def _forget(self) -> None:

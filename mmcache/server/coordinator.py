@@ -8,9 +8,10 @@ import functools
 import logging
 import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ipc.errors import ControlExhausted
+from ipc.leases import Holder
 from ipc.pool import Extent, ExtentState
 from mmcache._version import __version__
 from mmcache.config import Settings
@@ -18,16 +19,20 @@ from mmcache.errors import DeadlineExceeded, EncodeFailed, ItemError, PoolExhaus
 from mmcache.keys import Fingerprint
 from mmcache.protocol import PROTOCOL_VERSION, Welcome
 from mmcache.records import GRANT_EXTENT, ORIGINS
+from mmcache.server.background import Background
 from mmcache.server.channel import Poller
 from mmcache.server.connection import Connection
 from mmcache.server.decoders import Decoders
 from mmcache.server.facts import ModelFacts
 from mmcache.server.ingest import Ingest
+from mmcache.server.lease_limit import LeaseLimit
 from mmcache.server.misses import MissPath
+from mmcache.server.offers import OpenOffers
 from mmcache.server.rank import Rank
 from mmcache.server.ranks import Ranks
 from mmcache.server.reload import Reloads
 from mmcache.server.requests import Flight, Request
+from mmcache.server.staging import StagingDesk, claim_slices
 from mmcache.server.stats import Stats, biggest_holders, snapshot
 from mmcache.server.verify import Verifier
 from mmcache.tiers.tiered import TieredStore
@@ -54,7 +59,12 @@ class Coordinator:
         self.decoders = Decoders(
             self.poller, ingest, seed, settings.max_pixels, settings.orientation, settings.decode_timeout_s
         )
-        self.ranks = Ranks(self.poller, settings, ingest, self._pool_added, self._pool_lost, self._evicted)
+        self.staging = StagingDesk(settings.staging_bytes, settings.staging_bytes_total)
+        self.ranks = Ranks(
+            self.poller, settings, seed, ingest, self.staging.fd_of, self._pool_added,
+            self._pool_lost, self._evicted,
+        )  # fmt: skip
+        self.staging.on_gone = self.ranks.unmap
         self.connections: set[Connection] = set()
         self.retired: list[Rank] = []
         self.num_past_evictions = 0
@@ -62,11 +72,15 @@ class Coordinator:
         self._seed = seed
         self._facts: ModelFacts | None = None
         self._index: dict[bytes, Extent] = {}
+        self.num_to_discard = 0
         self._ranks_by_pool: dict[int, Rank] = {}
         self._flights: dict[bytes, Flight] = {}
-        self._misses = MissPath(self)
+        self.offers = OpenOffers()
+        self.misses = MissPath(self)
         self.verifier = Verifier(self, settings.verify_sample, random.Random(seed))  # noqa: S311  # no secret
         self.reloads = Reloads(self)
+        self.background = Background(self.stats)
+        self.lease_limit = LeaseLimit(settings.lease_limit_s, settings.lease_limit_action)
         self._a_close = asyncio.Event()
 
     @property
@@ -107,6 +121,7 @@ class Coordinator:
         before, self._facts = self.facts, facts
         if facts.fingerprint != before.fingerprint:
             old, self._index = self._index, {}
+            self.num_to_discard += len(old)
             self._discard(list(old.values()))
         if facts != before:
             for connection in list(self.connections):
@@ -119,6 +134,7 @@ class Coordinator:
             rank = self._ranks_by_pool.get(extent.pool_id)
             if rank is not None and extent.state is ExtentState.CACHED:
                 rank.pool.discard(extent)
+        self.num_to_discard -= min(len(extents), DISCARDS_A_TURN)
         del extents[-DISCARDS_A_TURN:]
         if extents:
             self._loop.call_soon(self._discard, extents)
@@ -136,10 +152,12 @@ class Coordinator:
         self.stats.requests += 1
         self.stats.items += len(request.keys)
         misses = self._look_up(request)
+        if request.staged:
+            misses = claim_slices(request, misses)
         if misses:
             request.wait()
             if new := self._deduplicate(request, misses):
-                self._misses.start(new)
+                self.misses.start(new)
         request.flush()
 
     def _look_up(self, request: Request) -> list[int]:
@@ -161,6 +179,18 @@ class Coordinator:
         self.verifier.pool_hits(request, misses)
         return misses
 
+    def settle_anew(self, flight: Flight) -> None:
+        """What was taken back from its waiters is looked up again; they wait with `flight` no longer."""
+        waiters, flight.waiters = flight.waiters, {}
+        new: list[Flight] = []
+        for request, position in waiters:
+            if (extent := self._index.get(request.keys[position])) is not None:
+                self._grant(request, position, extent, POOL)
+            else:
+                new += self._deduplicate(request, [position])
+        if new:
+            self.misses.start(new)
+
     def _deduplicate(self, request: Request, misses: Sequence[int]) -> list[Flight]:
         """Each missing position joins the flight of its key. Returns the flights that are new."""
         new: list[Flight] = []
@@ -177,18 +207,30 @@ class Coordinator:
 
     def publish(
         self, flight: Flight, rank: Rank, extent: Extent, seconds: float, shape: tuple[int, ...], origin: int
-    ) -> None:
-        """The bytes are complete and guarded: into the index, and to everyone who waits."""
-        tokens, t, h, w = shape
-        record = GRANT_EXTENT.pack(extent.pool_id, tokens, extent.offset, extent.nbytes, t, h, w)
-        rank.pool.publish(extent, flight.key, seconds, record)
-        assert flight.key not in self._index, "one flight a key"
-        self._index[flight.key] = extent
+    ) -> bool:
+        """The bytes are complete and guarded: cache them, and grant what is cached to everyone who waits.
+
+        As `cache`, it is False if that is another's.
+        """
+        is_new = self.cache(flight.key, rank, extent, seconds, shape)
+        extent = self._index[flight.key]
         waiters, flight.waiters = flight.waiters, {}
         for request, position in waiters:
             self._grant(request, position, extent, origin)
         if origin == STORE:
             self.verifier.store_hits(waiters)
+        return is_new
+
+    def cache(self, key: bytes, rank: Rank, extent: Extent, seconds: float, shape: tuple[int, ...]) -> bool:
+        """Complete and guarded bytes go into the index. False, and they are dropped, if a client's put was faster."""
+        if key in self._index:
+            rank.pool.abandon(extent)
+            return False
+        tokens, t, h, w = shape
+        record = GRANT_EXTENT.pack(extent.pool_id, tokens, extent.offset, extent.nbytes, t, h, w)
+        rank.pool.publish(extent, key, seconds, record)
+        self._index[key] = extent
+        return True
 
     def _grant(self, request: Request, position: int, extent: Extent, origin: int) -> None:
         holder = request.holder
@@ -207,6 +249,11 @@ class Coordinator:
         """The extent in which a content key is cached."""
         return self._index.get(key)
 
+    @property
+    def index(self) -> Mapping[bytes, Extent]:
+        """What is cached, by content key."""
+        return self._index
+
     def rank_of(self, extent: Extent) -> Rank | None:
         """The living rank whose pool an extent is in."""
         return self._ranks_by_pool.get(extent.pool_id)
@@ -214,7 +261,7 @@ class Coordinator:
     @property
     def has_time(self) -> bool:
         """Whether no request waits for a decoder or for room in a pool."""
-        return self.decoders.is_idle and not self._misses.waits_for_room
+        return self.decoders.is_idle and not self.misses.waits_for_room
 
     def withdraw(self, extent: Extent) -> None:
         """Serve an embedding no more. Leases on it stay valid."""
@@ -227,14 +274,14 @@ class Coordinator:
         if self._flights.get(flight.key) is flight:
             del self._flights[flight.key]
 
-    def late_errors(self) -> Callable[[Flight], ItemError]:
+    def late_errors(self, asker: Holder) -> Callable[[Flight], ItemError]:
         """Gives the error of each position that is open at its request's deadline; looks for the holders once."""
-        holders = functools.cache(lambda: biggest_holders(self))
+        holders = functools.cache(lambda: biggest_holders(self, asker))
 
         def late_error(flight: Flight) -> ItemError:
             if not self.ranks.ready:
                 return EncodeFailed("no rank is alive; it was waiting for one at the deadline")
-            if flight.waits_for_room:
+            if flight.place is not None:
                 return PoolExhausted(f"the pool had no room until the deadline; held by {holders()}")
             return DeadlineExceeded(f"the deadline passed while it was {flight.stage}")
 
@@ -270,6 +317,7 @@ class Coordinator:
 
     def _sweep_regularly(self) -> None:
         self.sweep()
+        self.lease_limit.enforce(self.connections)
         self._loop.call_later(SWEEP_INTERVAL_S, self._sweep_regularly)
 
     def snapshot(self) -> dict[str, object]:
@@ -296,7 +344,8 @@ class Coordinator:
         """End the processes and give the memory back."""
         self.reloads.cancel()
         await asyncio.gather(self.ranks.stop(2.0), self.decoders.stop(2.0))
-        self._misses.cancel()
+        self.misses.cancel()
+        self.background.cancel()
         self.verifier.cancel()
         if not await self.store.close(STORE_CLOSE_TIMEOUT_S):
             log.error("the store did not close within %.0f s; a write or read of it hangs", STORE_CLOSE_TIMEOUT_S)

@@ -75,6 +75,11 @@ class Pixels:
     width: int
     num_frames: int
 
+    @property
+    def offset(self) -> int:
+        """In the ingest region."""
+        return self.part.offset
+
 
 class _DecoderLostError(Exception):
     """The decoder died with this job in its hands; `was_at_work` if this is what it was working on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from ipc.allocator import Allocator
+from ipc.allocator import ALIGNMENT, Allocator
 from ipc.memory_shm import SharedRegion
 from mmcache.errors import ImageTooLarge
 
@@ -33,6 +33,11 @@ class Ingest:
         self._freed = asyncio.Event()
         self.bytes_used = 0
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a request waits for room."""
+        return self._turn.locked()
+
     async def reserve(self, nbytes: int) -> IngestSlice:
         """Wait for `nbytes` of room.
 
@@ -56,7 +61,7 @@ class Ingest:
         Raises:
             IngestBusyError: otherwise.
         """
-        is_spare = not self._turn.locked() and self.bytes_used + nbytes <= self.region.nbytes // 2
+        is_spare = not self.is_waited_for and self.bytes_used + nbytes <= self.region.nbytes // 2
         offset = self._allocator.allocate(nbytes) if is_spare else None
         if offset is None:
             raise IngestBusyError
@@ -68,6 +73,12 @@ class Ingest:
         self._allocator.free(part.offset)
         self.bytes_used -= part.nbytes
         self._freed.set()
+
+    def check(self) -> None:
+        """Assert that the allocator and the count agree."""
+        self._allocator.check()
+        used, padding = self._allocator.bytes_used, ALIGNMENT * self._allocator.num_extents
+        assert used - padding <= self.bytes_used <= used, f"{self.bytes_used} bytes are taken, {used} with alignment"
 
     def memory(self, part: IngestSlice) -> memoryview:
         """The slice's bytes, writable."""

@@ -72,6 +72,7 @@ class StartRank(Message):
     dtype: str
     num_threads: int
     pool_bytes: int
+    seed: int
     deterministic: bool = False
     known: dict[str, str] = {}
 
@@ -122,10 +123,33 @@ class StartFailed(Message):
     reason: str
 
 
+class Claim(Message):
+    """What an item in a staging region claims to be: the rank hashes what it reads."""
+
+    region: int
+    key: bytes
+    namespace: str
+    kind: str
+    header: bytes
+
+
+class MapRegion(Message):
+    """A staging region, of which claims will speak. Carries its descriptor."""
+
+    region: int
+
+
+class UnmapRegion(Message):
+    """No claim speaks of the region any more."""
+
+    region: int
+
+
 class Run(Message):
     """Encode one microbatch; columns. `sources` are offsets in the ingest region, `extents` in the rank's pool.
 
-    `num_frames`: of video chunks; 0 for a picture.
+    `num_frames`: of video chunks; 0 for a picture. `claims`: items that lie in a staging region instead, by their
+    place in the columns; their other columns but `extents` and `num_tokens` are of no meaning.
     """
 
     batch_id: int
@@ -135,30 +159,40 @@ class Run(Message):
     widths: list[int]
     extents: list[int]
     num_tokens: list[int]
+    claims: dict[int, Claim] = {}
 
 
 class Ran(Message):
-    """One microbatch is complete in the pool. `finite`: the guard's verdict for each item."""
+    """One microbatch is complete in the pool. `finite`: the guard's verdict for each item.
+
+    `false_claims`: items that were not encoded, because their bytes are not those of their key.
+    """
 
     batch_id: int
     seconds: float
     finite: list[bool] = []
+    false_claims: list[int] = []
     error: str = ""
 
 
 class Copy(Message):
-    """Copy bytes from the ingest region into the rank's pool (a hit from a lower tier)."""
+    """Copy bytes from the ingest region into the rank's pool: a hit from a lower tier, or what a client put.
+
+    `guard`: say whether they are finite, too.
+    """
 
     copy_id: int
     source: int
     extent: int
     nbytes: int
+    guard: bool = False
 
 
 class Copied(Message):
-    """The copy is complete."""
+    """The copy is complete. `finite`: the guard's verdict, where it was asked for."""
 
     copy_id: int
+    finite: bool = True
 
 
 class Compare(Message):

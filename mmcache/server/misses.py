@@ -8,18 +8,18 @@ from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING
 
 from encoder.errors import ImageError
-from encoder.sharding import assign
 from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
-from ipc.errors import ExtentTooLarge
 from ipc.pool import Extent
-from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, PoolExhausted, UnsupportedItem
+from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, SliceGone, UnsupportedItem
 from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.records import ORIGINS
 from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
 from mmcache.server.decoders import Pixels, Supplied
 from mmcache.server.facts import ModelFacts
+from mmcache.server.placing import AbandonedError, GaveWayError, Placing
 from mmcache.server.rank import Rank
 from mmcache.server.requests import Flight, Waiter
+from mmcache.server.staged import OVER, StagedPixels, StagedSlice
 from mmcache.tiers.base import Entry
 
 if TYPE_CHECKING:
@@ -32,12 +32,6 @@ SUPPLY_PATIENCE_S = 1.0
 """A client that has not sent bytes after this long is asked no longer alone, if another client waits for them too."""
 MAX_TRIES = 2
 """Of encoding one item with one model."""
-ROOM_POLL_S = 0.001
-"""While requests wait for room, acknowledgements are looked for this often; nothing is polled otherwise."""
-
-
-class _Abandoned(Exception):
-    """Nobody waits for this flight any more."""
 
 
 class MissPath:
@@ -46,13 +40,13 @@ class MissPath:
     def __init__(self, coordinator: Coordinator) -> None:
         self._home = coordinator
         self._loop = asyncio.get_running_loop()
-        self._room_turn = asyncio.Lock()
+        self.placing = Placing(coordinator, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def waits_for_room(self) -> bool:
         """Whether any flight does."""
-        return self._room_turn.locked()
+        return self.placing.is_waited_for
 
     def start(self, flights: Sequence[Flight]) -> None:
         """Carry new flights; the store is asked for all of them at once."""
@@ -77,18 +71,29 @@ class MissPath:
 
     async def _fly(self, flight: Flight, entry: Entry | None, fingerprint: Fingerprint) -> None:
         try:
+            while not await self._carry(flight, entry, fingerprint):
+                await self.placing.turn(flight)
+                fingerprint = self._home.fingerprint
+                (entry,) = await self._find([flight], fingerprint)
+        except ItemError as error:
+            flight.fail(error)
+        except AbandonedError:
+            pass
+        finally:
+            self._home.end(flight)
+
+    async def _carry(self, flight: Flight, entry: Entry | None, fingerprint: Fingerprint) -> bool:
+        """From the store or the client to the pool. False if it gave way to an earlier call's."""
+        try:
             while entry is None or not await self._promote(flight, entry, fingerprint):
                 if fingerprint == self._home.fingerprint:
                     await self._encode(flight)
                     break
                 fingerprint = self._home.fingerprint  # the model changed meanwhile: the store is asked for the new one
                 (entry,) = await self._find([flight], fingerprint)
-        except ItemError as error:
-            flight.fail(error)
-        except _Abandoned:
-            pass
-        finally:
-            self._home.end(flight)
+        except GaveWayError:
+            return False
+        return True
 
     async def _promote(self, flight: Flight, entry: Entry, fingerprint: Fingerprint) -> bool:
         """Store to pool. False when the store's copy is of no use after all, or not to the model served by then."""
@@ -97,11 +102,15 @@ class MissPath:
         if dim != facts.dim or entry.dtype != facts.dtype or entry.nbytes > ingest.region.nbytes:
             return False
         flight.stage = "read from the store"
-        part = await ingest.reserve(entry.nbytes)
+        self.placing.filling.add(flight)
+        try:
+            part = await ingest.reserve(entry.nbytes)
+        finally:
+            self.placing.filling.discard(flight)
         try:
             if not await self._home.store.read(entry, ingest.memory(part)):
                 return False
-            rank, extent = await self._place(flight, entry.nbytes, 0)
+            rank, extent = await self.placing.place(flight, entry.nbytes, 0, may_give_way=True)
             await rank.copy(part.offset, extent)
         except RankLostError:
             return False
@@ -116,21 +125,37 @@ class MissPath:
         return True
 
     async def _encode(self, flight: Flight) -> None:
-        pixels = await self._pixels(flight)
-        try:
-            await self._encode_pixels(flight, pixels)
-        finally:
-            self._home.ingest.free(pixels.part)
+        """Encode what one waiter after the other has, until it is what the key says."""
+        while True:
+            pixels = await self._pixels(flight)
+            try:
+                await self._encode_pixels(flight, pixels)
+            except (ContentMismatch, SliceGone) as error:
+                if not isinstance(pixels, StagedPixels):
+                    raise
+                _blame(flight, pixels.slice, error)
+            else:
+                return
+            finally:
+                if isinstance(pixels, StagedPixels):
+                    pixels.slice.end_read()
+                else:
+                    self._home.ingest.free(pixels.part)
 
-    async def _pixels(self, flight: Flight) -> Pixels:
-        """Ask one waiter after the other for the bytes until one sends those of the key."""
+    async def _pixels(self, flight: Flight) -> Pixels | StagedPixels:
+        """What a waiter has staged, or else the bytes that it is asked for, one waiter after the other."""
         while (first := flight.first()) is not None:
+            if (staged := first[0].slices.get(first[1])) is not None:
+                if await _is_written(flight, staged):
+                    return StagedPixels(staged)
+                continue
             async with first[0].window:
                 answer = await self._supplied(flight, first)
                 if answer is None:
                     continue
                 (request, position), supplied = answer
                 flight.stage = "decoded"
+                self.placing.filling.add(flight)
                 try:
                     return await self._home.decoders.decode(supplied, flight.key)
                 except ContentMismatch as error:
@@ -138,8 +163,9 @@ class MissPath:
                         flight.leave(request, position)
                         request.fail(position, error)
                 finally:
+                    self.placing.filling.discard(flight)
                     supplied.memory.release()
-        raise _Abandoned
+        raise AbandonedError
 
     async def _supplied(self, flight: Flight, first: Waiter) -> tuple[Waiter, Supplied] | None:
         """The bytes and whose they are; None when the first waiter will not send them, or keeps others waiting."""
@@ -157,7 +183,7 @@ class MissPath:
             if flight.pass_on():
                 return None
 
-    async def _encode_pixels(self, flight: Flight, pixels: Pixels) -> None:
+    async def _encode_pixels(self, flight: Flight, pixels: Pixels | StagedPixels) -> None:
         failure = EncodeFailed("the ranks died while encoding it")
         num_tries = 0
         while num_tries < MAX_TRIES:
@@ -174,14 +200,17 @@ class MissPath:
             num_tries = num_tries + 1 if served.fingerprint == self._home.fingerprint else 0
         raise failure
 
-    async def _encode_once(self, flight: Flight, pixels: Pixels, served: ModelFacts) -> bool:
+    async def _encode_once(self, flight: Flight, pixels: Pixels | StagedPixels, served: ModelFacts) -> bool:
         """Place, encode and publish an item. False when its rank died, or when `served` is not served any more."""
         grid, patches, tokens = sizes(pixels, served)
-        rank, extent = await self._place(flight, tokens * served.token_bytes, patches)
+        nbytes = tokens * served.token_bytes
+        rank, extent = await self.placing.place(flight, nbytes, patches, may_give_way=True)
         flight.stage = "encoded"
         seconds = None
         try:
             if served.fingerprint == self._home.fingerprint:
+                if isinstance(pixels, StagedPixels):
+                    pixels.slice.begin_read()
                 job = EncodeJob(pixels, extent, patches, tokens, rank.cost.item_seconds(patches))
                 seconds = await rank.batcher.submit(job)
         except (RankLostError, RecalledError):
@@ -195,46 +224,14 @@ class MissPath:
             return False
         self._home.stats.encoded += 1
         self._home.stats.encode_seconds += seconds
-        self._home.publish(flight, rank, extent, seconds, (tokens, *grid), ENCODED)
-        self._write_behind(rank, extent, (tokens, *grid))
+        if self._home.publish(flight, rank, extent, seconds, (tokens, *grid), ENCODED):
+            self.write_behind(rank, extent, (tokens, *grid))
+        if isinstance(pixels, StagedPixels):  # whoever needed it may have left
+            pixels.slice.cached(rank.pool, self._home.index[flight.key])
         return True
 
-    async def _place(self, flight: Flight, nbytes: int, patches: int) -> tuple[Rank, Extent]:
-        """Choose a rank and reserve room in its pool; whoever came first is served first.
-
-        Raises:
-            PoolExhausted: it could never fit.
-        """
-        flight.stage = "waiting for room in the pool"
-        flight.waits_for_room = True
-        try:
-            async with self._room_turn:
-                while flight.waiters:
-                    if (placed := self._try_place(nbytes, patches)) is not None:
-                        return placed
-                    self._home.stats.room_waits += 1
-                    self._home.sweep()
-                    await asyncio.sleep(ROOM_POLL_S)
-        finally:
-            flight.waits_for_room = False
-        raise _Abandoned
-
-    def _try_place(self, nbytes: int, patches: int) -> tuple[Rank, Extent] | None:
-        ranks = self._home.ranks.ready
-        if not ranks:
-            return None
-        cost_s = ranks[0].cost.item_seconds(patches)
-        (best,) = assign([cost_s], [rank.batcher.queued_s for rank in ranks])
-        for rank in (ranks[best], *ranks[:best], *ranks[best + 1 :]):
-            try:
-                extent = rank.pool.reserve(nbytes)
-            except ExtentTooLarge as error:
-                raise PoolExhausted(f"{error}; raise pool_bytes") from error
-            if extent is not None:
-                return rank, extent
-        return None
-
-    def _write_behind(self, rank: Rank, extent: Extent, shape: tuple[int, ...]) -> None:
+    def write_behind(self, rank: Rank, extent: Extent, shape: tuple[int, ...]) -> None:
+        """Store what was published just now, later. `shape`: tokens, then the grid."""
         assert extent.key is not None, "it was published"
         rank.pool.pin(extent)
         self._home.store.put_behind(
@@ -265,14 +262,43 @@ class MissPath:
         task.add_done_callback(ended)
 
 
-def sizes(pixels: Pixels, facts: ModelFacts) -> tuple[Grid, int, int]:
-    """Grid, patches and tokens of a decoded item.
+async def _is_written(flight: Flight, staged: StagedSlice) -> bool:
+    """Wait for the client that stages it. False when the flight's first waiter is another by now, or has failed."""
+    flight.stage = "staged by its client"
+    while not staged.is_written and not staged.is_over:
+        staged.changed.clear()
+        try:
+            async with asyncio.timeout(SUPPLY_PATIENCE_S):
+                await staged.changed.wait()
+        except TimeoutError:
+            if flight.pass_on():
+                return False
+    if staged.is_over:
+        _blame(flight, staged, SliceGone(OVER))
+        return False
+    first = flight.first()
+    return first is not None and first[0].slices.get(first[1]) is staged
+
+
+def _blame(flight: Flight, staged: StagedSlice, error: ItemError) -> None:
+    """Whoever named a slice that is not what it claims to be gets the error; others go on waiting."""
+    for request, position in list(flight.waiters):
+        if request.slices.get(position) is staged:
+            flight.leave(request, position)
+            request.fail(position, error)
+
+
+def sizes(pixels: Pixels | StagedPixels, facts: ModelFacts) -> tuple[Grid, int, int]:
+    """Grid, patches and tokens of an item.
 
     Raises:
-        UnsupportedItem: the model does not take a chunk of that many frames.
+        UnsupportedItem: the model does not take a chunk of that many frames, or such rows.
     """
     try:
-        grid = grid_thw(pixels.width, pixels.height, facts.processor, pixels.num_frames)
+        if isinstance(pixels, StagedPixels):
+            grid = pixels.grid(facts)
+        else:
+            grid = grid_thw(pixels.width, pixels.height, facts.processor, pixels.num_frames)
     except ImageError as error:
         raise UnsupportedItem(str(error)) from error
     return grid, num_patches(grid), num_tokens(grid, facts.processor.merge_size)

@@ -23,6 +23,7 @@ from mmcache.server.messages import (
     Copy,
     Load,
     Loaded,
+    MapRegion,
     ModelReport,
     Ran,
     RankReady,
@@ -31,6 +32,7 @@ from mmcache.server.messages import (
     StartRank,
     Swap,
     Unload,
+    UnmapRegion,
 )
 from mmcache.transport import take_descriptors
 
@@ -62,13 +64,15 @@ class Rank:
         self._settings = settings
         self._model = ranks.model
         self._loading: tuple[str, asyncio.Future[None]] | None = None
-        self._copies: dict[int, asyncio.Future[None]] = {}
+        self._copies: dict[int, asyncio.Future[bool]] = {}
         self._last_job = 0
+        self._mapped: set[int] = set()
         self._compares: dict[int, asyncio.Future[Compared]] = {}
         threads = max(1, len(os.sched_getaffinity(0)) // settings.ranks)
         start = StartRank(
             model=self._model, device=settings.device, dtype=settings.dtype, num_threads=threads,
-            pool_bytes=settings.pool_bytes, deterministic=settings.deterministic, known=ranks.digests.known,
+            pool_bytes=settings.pool_bytes, seed=ranks.seed, deterministic=settings.deterministic,
+            known=ranks.digests.known,
         )  # fmt: skip
         self.child = Child(ranks.poller, MODULE, self._on_frame, self._on_exit, {"OMP_NUM_THREADS": str(threads)})
         self.child.send(pack_frame(Kind.START_RANK, start, fds=[ingest.region.fd]))
@@ -102,11 +106,14 @@ class Rank:
             self.next = None
             self.child.send(pack_frame(Kind.UNLOAD, Unload()))
 
-    def copy(self, source: int, extent: Extent) -> asyncio.Future[None]:
-        """Copy the bytes of `extent` from the ingest region. The future raises `RankLostError`."""
+    def copy(self, source: int, extent: Extent, *, guard: bool = False) -> asyncio.Future[bool]:
+        """Copy the bytes of `extent` from the ingest region. The future raises `RankLostError`.
+
+        It is False if `guard` is asked for and finds NaN or Inf.
+        """
         self._last_job += 1
         done = self._copies[self._last_job] = asyncio.get_running_loop().create_future()
-        copy = Copy(copy_id=self._last_job, source=source, extent=extent.offset, nbytes=extent.nbytes)
+        copy = Copy(copy_id=self._last_job, source=source, extent=extent.offset, nbytes=extent.nbytes, guard=guard)
         self.child.send(pack_frame(Kind.COPY, copy))
         return done
 
@@ -129,7 +136,17 @@ class Rank:
             self.fd = -1
             del self.memory
 
+    def unmap(self, region: int) -> None:
+        """A staging region is gone."""
+        if region in self._mapped:
+            self._mapped.discard(region)
+            self.child.send(pack_frame(Kind.UNMAP_REGION, UnmapRegion(region=region)))
+
     def _send_run(self, run: Run) -> None:
+        for region in {claim.region for claim in run.claims.values()} - self._mapped:
+            if (fd := self._ranks.region_fd(region)) is not None:  # else its client is dead: the read fails
+                self.child.send(pack_frame(Kind.MAP_REGION, MapRegion(region=region), fds=[fd]))
+                self._mapped.add(region)
         self.child.send(pack_frame(Kind.RUN, run))
 
     def _on_frame(self, frame: Frame) -> None:
@@ -143,7 +160,8 @@ class Rank:
         if frame.kind == Kind.RAN:
             self.batcher.ran(parse(Ran, frame))
         elif frame.kind == Kind.COPIED:
-            self._copies.pop(parse(Copied, frame).copy_id).set_result(None)
+            copied = parse(Copied, frame)
+            self._copies.pop(copied.copy_id).set_result(copied.finite)
         elif frame.kind == Kind.COMPARED:
             compared = parse(Compared, frame)
             self._compares.pop(compared.compare_id).set_result(compared)

@@ -20,6 +20,7 @@ import torch
 
 from encoder.difference import difference
 from encoder.errors import EncoderError
+from encoder.model import Item, all_finite
 from encoder.source import resolve_model
 from ipc.errors import IpcError
 from ipc.memory_shm import ReadOnlyRegion, SharedRegion
@@ -33,14 +34,17 @@ from mmcache.server.messages import (
     Copy,
     Load,
     Loaded,
+    MapRegion,
     Ran,
     RankReady,
     Run,
     StartFailed,
     StartRank,
+    UnmapRegion,
     pixels_shape,
 )
 from mmcache.server.rank_model import RankModel, load_model
+from mmcache.server.rank_staging import StagedReader
 from mmcache.transport import BlockingChannel, take_descriptors
 
 
@@ -56,7 +60,8 @@ class Rank:
         self._channel = channel
         self._sending = threading.Lock()
         self._start = start
-        self._batches: queue.SimpleQueue[Run | Compare | RankModel | None] = queue.SimpleQueue()
+        self._staged = StagedReader(start.seed)
+        self._batches: queue.SimpleQueue[Run | Compare | UnmapRegion | RankModel | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()  # None: a model was dropped
         torch.set_num_threads(start.num_threads)
         self._dtype: torch.dtype = getattr(torch, start.dtype)
@@ -78,6 +83,8 @@ class Rank:
             if isinstance(work, RankModel):
                 self._model = work
                 self._loads.put(None)
+            elif isinstance(work, UnmapRegion):
+                self._staged.unmap(work.region)
             elif isinstance(work, Compare):
                 self._send(pack_frame(Kind.COMPARED, self._compare(work)))
             else:
@@ -92,11 +99,17 @@ class Rank:
             self._batches.put(None)
 
     def _handle(self, frame: Frame) -> None:
+        if frame.kind == Kind.MAP_REGION:
+            (fd,) = take_descriptors(frame, 1)
+            self._staged.map(parse(MapRegion, frame).region, fd)
+            return
         close_all(frame.fds)
         if frame.kind == Kind.RUN:
             self._batches.put(parse(Run, frame))
         elif frame.kind == Kind.COMPARE:
             self._batches.put(parse(Compare, frame))
+        elif frame.kind == Kind.UNMAP_REGION:
+            self._batches.put(parse(UnmapRegion, frame))
         elif frame.kind == Kind.LOAD:
             self._loads.put(parse(Load, frame))
         elif frame.kind == Kind.SWAP:
@@ -110,7 +123,8 @@ class Rank:
             copy = parse(Copy, frame)
             source = self._ingest.view(copy.source, copy.nbytes)
             np.copyto(self._pool.array(copy.extent, copy.nbytes), source)
-            self._send(pack_frame(Kind.COPIED, Copied(copy_id=copy.copy_id)))
+            finite = not copy.guard or self._is_finite(copy.extent, copy.nbytes)
+            self._send(pack_frame(Kind.COPIED, Copied(copy_id=copy.copy_id, finite=finite)))
 
     def _load_each(self) -> None:
         torch.set_num_threads(self._start.num_threads)
@@ -135,18 +149,24 @@ class Rank:
         return Loaded(report=self._next.report)
 
     def _run(self, run: Run) -> Ran:
-        shapes = map(pixels_shape, run.num_frames, run.heights, run.widths)
-        items = [
-            self._ingest.view(source, math.prod(shape)).reshape(shape)
-            for source, shape in zip(run.sources, shapes, strict=True)
-        ]
-        outs = [self._out(extent, tokens) for extent, tokens in zip(run.extents, run.num_tokens, strict=True)]
         started = time.perf_counter()
+        places = range(len(run.sources))
         try:
-            finite = self._model.encoder.encode(items, outs)
+            items = self._staged.read(run.claims, run.sources, self._dtype) if run.claims else {}
+            items |= {place: self._pixels(run, place) for place in places if place not in run.claims}
+            good = [place for place in places if place in items]
+            outs = [self._out(run.extents[place], run.num_tokens[place]) for place in good]
+            found = dict(zip(good, self._model.encoder.encode([items[place] for place in good], outs), strict=True))
         except (RuntimeError, MemoryError, ValueError) as error:
             return Ran(batch_id=run.batch_id, seconds=0.0, error=f"{type(error).__name__}: {error}"[:1000])
-        return Ran(batch_id=run.batch_id, seconds=time.perf_counter() - started, finite=finite)
+        finite = [found.get(place, False) for place in places]
+        false_claims = [place for place in places if place not in items]
+        seconds = time.perf_counter() - started
+        return Ran(batch_id=run.batch_id, seconds=seconds, finite=finite, false_claims=false_claims)
+
+    def _pixels(self, run: Run, place: int) -> Item:
+        shape = pixels_shape(run.num_frames[place], run.heights[place], run.widths[place])
+        return self._ingest.view(run.sources[place], math.prod(shape)).reshape(shape)
 
     def _compare(self, compare: Compare) -> Compared:
         cached, fresh = (self._out(extent, compare.num_tokens) for extent in (compare.cached, compare.fresh))
@@ -162,6 +182,11 @@ class Rank:
         dim = self._model.encoder.config.text_width
         array = self._pool.array(extent, num_tokens * dim * self._dtype.itemsize)
         return torch.from_numpy(array).view(self._dtype).view(num_tokens, dim)
+
+    def _is_finite(self, extent: int, nbytes: int) -> bool:
+        """The guard over an extent's values, whatever the model's width: another one may take its turn meanwhile."""
+        (finite,) = all_finite([torch.from_numpy(self._pool.array(extent, nbytes)).view(self._dtype)])
+        return finite
 
     def _send(self, frame: OutgoingFrame) -> None:
         with self._sending:

@@ -27,6 +27,8 @@ class Ranks:
     """All ranks. `on_added` and `on_lost` tell the coordinator of pools, `on_evict` of extents that left a pool.
 
     Attributes:
+        seed: of content keys.
+        region_fd: gives the descriptor of a staging region, None if it is gone.
         model: what a rank that starts is told to load.
         facts: what a rank must have loaded to take work; None before the first is warm.
     """
@@ -35,13 +37,17 @@ class Ranks:
         self,
         poller: Poller,
         settings: Settings,
+        seed: int,
         ingest: Ingest,
+        region_fd: Callable[[int], int | None],
         on_added: Callable[[Rank], None],
         on_lost: Callable[[Rank], None],
         on_evict: Callable[[Extent], None],
     ) -> None:
         self.poller = poller
         self._settings = settings
+        self.seed = seed
+        self.region_fd = region_fd
         self._ingest = ingest
         self._on_added = on_added
         self._on_lost = on_lost
@@ -86,6 +92,11 @@ class Ranks:
         """End every rank."""
         self._stopping = True
         await asyncio.gather(*(rank.child.stop(timeout_s) for rank in self._living()))
+
+    def unmap(self, region: int) -> None:
+        """A staging region is gone."""
+        for rank in self._living():
+            rank.unmap(region)
 
     def _spawn(self, index: int) -> None:
         if self._stopping:

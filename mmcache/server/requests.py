@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmcache.errors import ItemError
 from mmcache.framing import Kind, pack_frame
-from mmcache.protocol import Unsettled
+from mmcache.protocol import Recall, Unsettled
 from mmcache.records import GRANT_HEAD, KEY_BYTES, RESULTS_HEAD, SUPPLY_WINDOW, EncodeFrame
 
 if TYPE_CHECKING:
     from ipc.leases import Holder, Share
     from ipc.pool import Extent
+    from mmcache.server.calls import Call
     from mmcache.server.connection import Connection
     from mmcache.server.decoders import Supplied
+    from mmcache.server.room import Place
+    from mmcache.server.staged import StagedSlice
 
 Waiter: TypeAlias = "tuple[Request, int]"
 """A position of a request."""
@@ -29,24 +32,33 @@ class Flight:
         waiters: (request, position), in the order of their arrival. A flight without waiters is given up before
             its next stage.
         stage: what it waits for, for error messages.
-        waits_for_room: whether that is room in the pool.
+        place: in the queue for room in the pool, while it waits for that.
+        extent: where its embedding is written to, since it has room.
         supplied: while a waiter's client is asked for the bytes: gives them and whose they are, or None if that
             client will not send them.
     """
 
-    __slots__ = ("key", "stage", "supplied", "waiters", "waits_for_room")
+    __slots__ = ("extent", "key", "place", "stage", "supplied", "waiters")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
         self.waiters: dict[Waiter, None] = {}
         self.stage = "looked up"
-        self.waits_for_room = False
+        self.place: Place[Flight] | None = None
+        self.extent: Extent | None = None
         self.supplied: asyncio.Future[tuple[Waiter, Supplied] | None] | None = None
+
+    @property
+    def order(self) -> int:
+        """Of the arrival of the earliest call that waits for it. It has waiters."""
+        return min(request.call.order for request, _ in self.waiters)
 
     def join(self, request: Request, position: int) -> None:
         """One more position waits."""
         self.waiters[request, position] = None
         request.open[position] = self
+        if self.place is not None:
+            self.place.advance(request.call.order)
 
     def leave(self, request: Request, position: int) -> None:
         """A position waits no longer, if it did."""
@@ -54,6 +66,11 @@ class Flight:
         self.waiters.pop((request, position), None)
         if was_first:
             self._answer(None)
+        if self.place is not None:
+            if not self.waiters:
+                self.place.wake()
+            elif request.call.order == self.place.order:
+                self.place.move(self.order)
 
     def first(self) -> Waiter | None:
         """Who is asked for the bytes next."""
@@ -89,18 +106,6 @@ class Flight:
         return True
 
 
-class Call:
-    """What the client's user asked for at once: one request or several.
-
-    `order`: of its arrival among all calls; room in the pool is given in this order.
-    """
-
-    __slots__ = ("order",)
-
-    def __init__(self, order: int) -> None:
-        self.order = order
-
-
 class Request:
     """One encode request of one connection: what is settled is sent in as few frames as the loop's turns allow.
 
@@ -108,9 +113,12 @@ class Request:
         keys: content keys by position.
         open: the flight of every position that is not settled.
         asked: positions whose bytes the client was asked for.
-        shares: what was granted, by position.
+        shares: what was granted, by position, and not recalled.
+        recalled: shares that were; each is held until the client has acknowledged it.
         consumers: how many others may claim a share of each grant.
         staged: tokens of deferred slices, by position.
+        slices: what is staged for positions that are not settled.
+        tokens: of the offers that went with grants, by position.
     """
 
     __slots__ = (
@@ -120,6 +128,7 @@ class Request:
         "_granted",
         "_is_finished",
         "_need",
+        "_offered",
         "_reasons",
         "_timer",
         "_verify",
@@ -132,9 +141,12 @@ class Request:
         "holder",
         "keys",
         "open",
+        "recalled",
         "request_id",
         "shares",
+        "slices",
         "staged",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, holder: Holder, call: Call, encode: EncodeFrame) -> None:
@@ -149,6 +161,10 @@ class Request:
         self.open: dict[int, Flight] = {}
         self.asked: set[int] = set()
         self.shares: dict[int, Share] = {}
+        self.recalled: list[Share] = []
+        self.tokens: dict[int, int] = {}
+        self.slices: dict[int, StagedSlice] = {}
+        self._offered: list[int] = []
         self._is_finished = False
         self.deadline = asyncio.get_running_loop().time() + encode.timeout_ms / 1000
         self._granted: list[Any] = []
@@ -171,6 +187,11 @@ class Request:
         """A position has its lease. The extent was published with its half of the record (`GRANT_EXTENT`)."""
         self.shares[position] = share
         self._granted += (GRANT_HEAD.pack(position, share.slot, share.generation, origin), extent.info)
+        if self.consumers:
+            self.tokens[position] = self.connection.offer(extent, self.consumers)
+            self._offered.append(position)
+        if self.slices:
+            self._end_slice(position, extent)
         if self.open and self.open.pop(position, None) is not None:
             self._flush_soon()
 
@@ -180,6 +201,8 @@ class Request:
         self._errors.append(type(error).__name__)
         self._reasons.append(error.reason[:2000])
         self.connection.count_error(type(error).__name__)
+        if (staged := self.slices.pop(position, None)) is not None:
+            staged.ended(error)
         if self.open.pop(position, None) is not None:
             self._flush_soon()
 
@@ -197,11 +220,13 @@ class Request:
         """Send what is settled or asked for since the last time."""
         self._flush_due = False
         more = None
-        if self._failed or self._need or self._verify:
+        if self._failed or self._need or self._verify or self._offered:
             more = Unsettled(
-                need=self._need, verify=self._verify, failed=self._failed, errors=self._errors, reasons=self._reasons
-            )
+                need=self._need, verify=self._verify, failed=self._failed, errors=self._errors, reasons=self._reasons,
+                offered=self._offered, tokens=[self.tokens[position] for position in self._offered],
+            )  # fmt: skip
             self._need, self._verify, self._failed, self._errors, self._reasons = [], [], [], [], []
+            self._offered = []
         if self._granted or more is not None:
             body = b"".join((RESULTS_HEAD.pack(self.request_id), *self._granted))
             self._granted.clear()
@@ -214,14 +239,39 @@ class Request:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_at(self.deadline, self._expire)
 
+    def recall(self, positions: Sequence[int], flight: Flight) -> None:
+        """Take grants of a call that is not over back: their positions are open again, and wait with `flight`."""
+        for position in positions:
+            flight.join(self, position)
+        if self._is_finished:
+            self._is_finished, self._timer = False, None
+            self.connection.calls.reopen(self)
+        self.wait()
+        self.flush()  # grants go before their recall
+        for position in positions:
+            self.recalled.append(self.shares.pop(position))
+            if (token := self.tokens.pop(position, None)) is not None:
+                self.connection.coordinator.offers.withdraw(token, self.holder)
+        recall = Recall(request_id=self.request_id, positions=list(positions))
+        self.connection.send(pack_frame(Kind.RECALL, recall))
+
     def cancel(self, positions: Sequence[int]) -> None:
         """Nobody wants these positions any more; all that are open, if none are named."""
         for position in positions or list(self.open):
             flight = self.open.pop(position, None)
             if flight is not None:
                 flight.leave(self, position)
+            if (staged := self.slices.pop(position, None)) is not None:
+                staged.ended(None)
         if not self.open:
             self._finish()
+
+    def _end_slice(self, position: int, extent: Extent) -> None:
+        """A position that named a staged slice has its embedding."""
+        if (staged := self.slices.pop(position, None)) is not None:
+            if (rank := self.connection.coordinator.rank_of(extent)) is not None:
+                staged.cached(rank.pool, extent)
+            staged.ended(None)
 
     def _expire(self) -> None:
         late, self.open = self.open, {}

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ipc.leases import HolderState
+from ipc.leases import Holder, HolderState
 from mmcache._version import __version__
 
 if TYPE_CHECKING:
@@ -20,9 +20,11 @@ class Stats:
     """What the coordinator counts itself.
 
     `items`: positions asked for. `hit_pool`: granted at once. `joined`: waited for a flight that was under way.
-    `hit_store`, `encoded`: flights that ended so: one a key, however many positions waited for it. `errors`: positions
-    that failed, by kind.
-    `room_waits`: times an allocation found no room and looked again a millisecond later.
+    `hit_store`, `encoded`: flights that ended so: one a key, however many positions waited for it. `put`: embeddings
+    that clients brought. `errors`: positions that failed, by kind.
+    `room_waits`: times an allocation found no room and looked again a millisecond later. `recalls`: grants that were
+    taken back from a call that waited for room, because an earlier call did too. `gave_way`: decoded items that waited
+    for room and left their ingest memory to an earlier call's; they are decoded twice.
     """
 
     requests: int = 0
@@ -31,8 +33,11 @@ class Stats:
     hit_store: int = 0
     joined: int = 0
     encoded: int = 0
+    put: int = 0
     encode_seconds: float = 0.0
     room_waits: int = 0
+    recalls: int = 0
+    gave_way: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     started_s: float = field(default_factory=time.monotonic)
 
@@ -61,12 +66,15 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "hit_store": stats.hit_store,
             "joined": stats.joined,
             "encoded": stats.encoded,
+            "put": stats.put,
             "failed": stats.errors.total(),
         },
         "errors": dict(sorted(stats.errors.items())),
         "leases": {
             "active": sum(holder.num_active for holder in holders),
-            "quarantined": sum(holder.num_active for holder in quarantined),
+            "quarantined": sum(coordinator.lease_limit.num_quarantined(holder) for holder in holders),
+            "over_limit": coordinator.lease_limit.num_over,
+            "killed": coordinator.lease_limit.num_killed,
             "connections": len(holders) - len(quarantined),
             "control_words": settings.control_words,
             "strays": sum(holder.num_strays for holder in holders),
@@ -78,6 +86,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "entries": sum(rank.pool.num_extents for rank in ranks.ready),
             "evictions": coordinator.num_past_evictions + sum(rank.pool.num_evictions for rank in ranks.ready),
             "room_waits": stats.room_waits,
+            "recalls": stats.recalls,
         },
         "ranks": {
             "configured": settings.ranks,
@@ -86,7 +95,12 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "pids": ranks.pids,
         },
         "decoders": {"restarts": coordinator.decoders.num_restarts, "pids": coordinator.decoders.pids},
-        "ingest": {"bytes_total": coordinator.ingest.region.nbytes, "bytes_used": coordinator.ingest.bytes_used},
+        "ingest": {
+            "bytes_total": coordinator.ingest.region.nbytes,
+            "bytes_used": coordinator.ingest.bytes_used,
+            "gave_way": stats.gave_way,
+        },
+        "staging": coordinator.staging.counters(),
         "encode": {
             "seconds": round(stats.encode_seconds, 6),
             "batches": coordinator.num_past_batches + sum(rank.batcher.num_batches for rank in ranks.ready),
@@ -97,9 +111,23 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
     }
 
 
-def biggest_holders(coordinator: Coordinator) -> str:
-    """Who keeps most of the pools, for people."""
+def biggest_holders(coordinator: Coordinator, asker: Holder) -> str:
+    """Who keeps most of the pools, for people: the client that asks, others, and those that are only quarantined."""
     holders = [connection.holder for connection in coordinator.connections if connection.holder is not None]
-    sizes = sorted(((holder.bytes_held, holder) for holder in holders), key=lambda pair: pair[0], reverse=True)
-    named = [f"{h.name} (pid {h.pid}): {h.num_active} leases, {size} bytes" for size, h in sizes[:3] if size]
+    sizes = sorted(((_bytes_kept(holder), holder) for holder in holders), key=lambda pair: pair[0], reverse=True)
+    named = [_described(holder, size, asker) for size, holder in sizes[:3] if size]
     return "; ".join(named) or "nobody: what is in it is being written, or stored"
+
+
+def _bytes_kept(holder: Holder) -> int:
+    """Of the extents that its leases, and shares it offers, keep; each counted once."""
+    extents = {share.extent for share in holder.shares()} | {offer.extent for offer in holder.offers.open()}
+    return sum(extent.nbytes for extent in extents)
+
+
+def _described(holder: Holder, size: int, asker: Holder) -> str:
+    who = "this client itself" if holder is asker else holder.name
+    leases = f"{holder.num_active} leases"
+    if holder.state is HolderState.QUARANTINED:
+        leases += " in quarantine (its connection is closed, its process lives)"
+    return f"{who} (pid {holder.pid}): {leases}, {size} bytes"

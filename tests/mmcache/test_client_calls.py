@@ -75,7 +75,8 @@ def test_grants_that_come_late_are_released(sidecar: SidecarProcess) -> None:
 
 
 def idle_leases(connections: int) -> dict[str, int]:
-    return {"active": 0, "quarantined": 0, "connections": connections, "control_words": 16384, "strays": 0}
+    none = dict.fromkeys(("active", "quarantined", "over_limit", "killed", "strays"), 0)
+    return none | {"connections": connections, "control_words": 16384}
 
 
 def test_an_interrupted_call_leaks_nothing_and_costs_the_connection(sidecar: SidecarProcess) -> None:

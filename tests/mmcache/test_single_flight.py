@@ -134,13 +134,11 @@ def test_a_liar_poisons_nobody(sidecar: SidecarProcess, monkeypatch: pytest.Monk
 
 def test_bytes_travel_only_for_misses(sidecar: SidecarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     supplied: list[int] = []
-    from mmcache.core import ClientCore
-
-    send = ClientCore._send_supply
-    monkeypatch.setattr(
-        ClientCore, "_send_supply", lambda self, *args: (supplied.extend(args[1]), send(self, *args))[1]
-    )
     with sidecar.connect() as client:
+        supply = client._core.supply
+        monkeypatch.setattr(
+            client._core, "supply", lambda core, asked: (supplied.extend(asked.need), supply(core, asked))
+        )
         for lease in client.encode([image(5), image(6)]):
             lease.release()
         assert sorted(supplied) == [0, 1]

@@ -18,11 +18,10 @@ import numpy as np
 import pytest
 
 import mmcache
-from mmcache.core import _supply_frame
 from mmcache.keys import ContentKey, checksum, store_key
 from mmcache.media import describe
-from mmcache.pending import PendingEncode
 from mmcache.server.verify import PATIENCE_S, Sampler
+from mmcache.supplying import Supplying
 from mmcache.tiers.base import Entry
 from mmcache.tiers.lmdb import LmdbTier
 from mmcache.tiers.tiered import TieredStore
@@ -215,24 +214,29 @@ def test_two_hundred_hits_stay_right(tmp_path: Path) -> None:
         assert sidecar.stats()["items"]["encoded"] == 200
 
 
-Verify = Callable[[PendingEncode, Sequence[int]], None]
-
-
-def misbehave(client: mmcache.Client, verify: Verify) -> None:
+def misbehave(client: mmcache.Client, verify: Callable[[Supplying], None]) -> None:
     """Have a client do something else than send the bytes of hits."""
-    client._core._supply_to_verify = verify  # type: ignore[assignment, method-assign]
+    core = client._core
+    supply = core.supply
+    core.supply = lambda core, asked: verify(asked) if asked.verify else supply(core, asked)
+
+
+def send(client: mmcache.Client, asked: Supplying) -> None:
+    """What a client does with bytes that are asked for."""
+    asked.prepare()
+    client._core.supplied(asked)
 
 
 def test_a_client_that_sends_too_late_or_never(tmp_path: Path) -> None:
-    asked: list[tuple[PendingEncode, Sequence[int]]] = []
+    asked: list[Supplying] = []
     with verifying(tmp_path) as sidecar, sidecar.connect() as client:
-        misbehave(client, lambda pending, positions: asked.append((pending, positions)))
+        misbehave(client, asked.append)
         encode(client, 1)
         assert encode(client, 1)[0] == "pool"
         assert asked
         assert counts(sidecar)["dropped"] == 0
         eventually(lambda: counts(sidecar)["dropped"] == 1, "it is not waited for", PATIENCE_S + 20)
-        client._core.outbox.append(_supply_frame(*asked[0]))
+        send(client, asked[0])
         assert encode(client, 1)[0] == "pool", "bytes that nobody waits for any more do no harm"
         assert counts(sidecar)["matched"] == 0
 
@@ -240,10 +244,10 @@ def test_a_client_that_sends_too_late_or_never(tmp_path: Path) -> None:
 def test_a_liar_is_dropped_and_removes_nothing(tmp_path: Path) -> None:
     with verifying(tmp_path) as sidecar, sidecar.connect() as client:
 
-        def lie(pending: PendingEncode, positions: Sequence[int]) -> None:
-            for position in positions:
-                pending.part._media[position] = describe(image(99), 0, 1 << 20)
-            client._core.outbox.append(_supply_frame(pending, positions))
+        def lie(asked: Supplying) -> None:
+            for position in asked.verify:
+                asked.pending.part._media[position] = describe(image(99), 0, 1 << 20)
+            send(client, asked)
 
         encode(client, 1)
         misbehave(client, lie)
@@ -257,17 +261,18 @@ def test_a_liar_is_dropped_and_removes_nothing(tmp_path: Path) -> None:
 DYING = """
 import os, sys, time
 import mmcache
-from mmcache.core import _supply_frame
 from tests.mmcache.support import image
 client = mmcache.connect(sys.argv[1])
 client.encode([image(1)])[0].release()
-def verify(pending, positions):
+def verify(core, asked):
+    assert asked.verify
     if sys.argv[2] == "supplied":
-        client._core.outbox.append(_supply_frame(pending, positions))
+        asked.prepare()
+        core.supplied(asked)
         client._pump.channel.send_all(client._core.outbox, time.monotonic() + 10)
     print("asked", flush=True)
     time.sleep(600)
-client._core._supply_to_verify = verify
+client._core.supply = verify
 client.encode([image(1)])
 """
 
@@ -309,7 +314,7 @@ def test_a_rank_killed_in_between_is_no_mismatch(tmp_path: Path) -> None:
 def test_a_shutdown_does_not_wait_for_it(tmp_path: Path) -> None:
     with verifying(tmp_path, drain_timeout_s="60") as sidecar, sidecar.connect() as client:
         asked: list[Sequence[int]] = []
-        misbehave(client, lambda _, positions: asked.append(positions))
+        misbehave(client, lambda supplying: asked.append(supplying.verify))
         encode(client, 1)
         encode(client, 1)
         assert asked == [[0]]

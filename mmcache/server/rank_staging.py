@@ -1,0 +1,96 @@
+"""A rank's half of staging: items are read out of the regions of clients once, and hashed as they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from encoder.model import Item
+from encoder.patches import PatchRows
+from ipc.errors import OutOfBounds
+from ipc.materialize import Slice, materialize
+from ipc.memory_shm import ReadOnlyRegion
+from mmcache.keys import KeyHasher
+from mmcache.media import ARRAY, ArrayHeader
+from mmcache.patches import PatchHeader
+from mmcache.server.messages import Claim
+
+Place: TypeAlias = int
+"""Of an item in its batch."""
+
+
+class StagedReader:
+    """The staging regions that this rank maps, all read only."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._regions: dict[int, ReadOnlyRegion] = {}
+
+    def map(self, region: int, fd: int) -> None:
+        """A region that claims will speak of. `fd` is closed."""
+        try:
+            self._regions[region] = ReadOnlyRegion.attach(fd)
+        finally:
+            os.close(fd)
+
+    def unmap(self, region: int) -> None:
+        """No claim will."""
+        self._regions.pop(region, None)
+
+    def read(self, claims: Mapping[Place, Claim], offsets: Sequence[int], dtype: torch.dtype) -> dict[Place, Item]:
+        """Read the items that are claimed; those whose bytes are not those of their key are left out.
+
+        Rows that are normalised already come as parts of one tensor, end to end in the order of their places.
+        """
+        items: dict[Place, Item] = {}
+        rows: list[tuple[Place, Claim, PatchHeader]] = []
+        for place, claim in sorted(claims.items()):
+            if claim.kind != ARRAY:
+                rows.append((place, claim, PatchHeader.model_validate_json(claim.header)))
+            elif (pixels := self._pixels(claim, offsets[place])) is not None:
+                items[place] = pixels
+        width_of = {header.shape[1] for _, _, header in rows}
+        for width in sorted(width_of):
+            group = [row for row in rows if row[2].shape[1] == width]
+            items |= self._rows(group, offsets, width, dtype)
+        return items
+
+    def _pixels(self, claim: Claim, offset: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]] | None:
+        """RGB pixels in private memory, so that what is hashed is what is encoded."""
+        shape = ArrayHeader.model_validate_json(claim.header).shape
+        raw = np.empty(shape, np.uint8)
+        np.copyto(raw.reshape(-1), self._view(claim, offset, raw.nbytes))
+        if self._hasher(claim).key(claim.kind, claim.header, raw.data) != claim.key:
+            return None
+        return np.repeat(raw[..., None], 3, axis=2) if len(shape) == 2 else raw
+
+    def _rows(
+        self, group: Sequence[tuple[Place, Claim, PatchHeader]], offsets: Sequence[int], width: int, dtype: torch.dtype
+    ) -> dict[Place, Item]:
+        counts = [header.shape[0] for _, _, header in group]
+        out = torch.empty(sum(counts), width, dtype=dtype)
+        states = [self._hasher(claim).begin(claim.kind, claim.header, header.nbytes) for _, claim, header in group]
+        slices = [
+            Slice(self._view(claim, offsets[place], header.nbytes), header.dtype, header.shape[0])
+            for place, claim, header in group
+        ]
+        materialize(slices, out, [state.update for state in states])
+        parts = torch.split(out, counts)
+        return {
+            place: PatchRows(part, header.grid)
+            for (place, claim, header), part, state in zip(group, parts, states, strict=True)
+            if state.key() == claim.key
+        }
+
+    def _hasher(self, claim: Claim) -> KeyHasher:
+        return KeyHasher(self._seed, claim.namespace)
+
+    def _view(self, claim: Claim, offset: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        region = self._regions.get(claim.region)
+        if region is None:
+            raise OutOfBounds(f"staging region {claim.region} is gone")
+        return region.view(offset, nbytes)

@@ -1,0 +1,234 @@
+"""A deferred slice as the coordinator sees it: who may name it, what it claims to be, and when it is over.
+
+It is read by one rank, once, if its key has no embedding; else it is acknowledged unread for all its consumers. Then
+its embedding is kept for those that have not come yet, until they have, or who staged it cancels or leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from encoder.sizing import Grid, grid_thw
+from ipc.pool import Extent, Pool
+from ipc.staging import Staged, StagedState
+from mmcache.errors import (
+    DeadlineExceeded,
+    ImageTooLarge,
+    ItemError,
+    PoolExhausted,
+    SliceGone,
+    TooManyLeases,
+    UnsupportedItem,
+)
+from mmcache.media import ARRAY, ArrayHeader
+from mmcache.patches import PATCHES, PatchHeader
+from mmcache.server.messages import Claim
+
+if TYPE_CHECKING:
+    from mmcache.server.facts import ModelFacts
+    from mmcache.server.staging import StagingArea
+
+ALL_CAME = "the staged pixels were named by as many requests as they were staged for (consumers)"
+OVER = "the staged pixels are gone: they were cancelled, or the process that staged them is"
+PASSING = (DeadlineExceeded, PoolExhausted, TooManyLeases)
+"""Errors of one request that say nothing about the pixels."""
+
+
+class StagedSlice:
+    """One staged item. Its bytes are a claim until a rank has hashed what it read.
+
+    Attributes:
+        token: names it.
+        key, kind, header: what it claims to be.
+        num_active: positions that wait for its embedding.
+    """
+
+    def __init__(self, area: StagingArea, token: int, staged: Staged, key: bytes, kind: str, header: bytes) -> None:
+        self.area = area
+        self.token = token
+        self.key = key
+        self.kind = kind
+        self.header = header
+        self.staged = staged
+        self.num_active = 0
+        self._num_claimed = 0
+        self._is_cached = False
+        self._kept: tuple[Pool, Extent] | None = None
+        self._why = ""
+        self.changed = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody can get anything by it any more."""
+        return bool(self._why)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether its client has said that it is complete."""
+        return self.staged.state is not StagedState.WRITING
+
+    def claim(self) -> None:
+        """One of its consumers came.
+
+        Raises:
+            SliceGone: it is over, or all of them came before.
+        """
+        if self._why:
+            raise SliceGone(self._why)
+        if self._num_claimed == self.staged.consumers:
+            raise SliceGone(ALL_CAME)
+        self._num_claimed += 1
+        if self.staged.state in (StagedState.STAGED, StagedState.READING):
+            self.staged.claim()
+
+    def written(self) -> None:
+        """Its client wrote all of it."""
+        if self.staged.state is not StagedState.WRITING:
+            return
+        self.staged.complete()
+        for _ in range(self._num_claimed):
+            self.staged.claim()
+        self.changed.set()
+        self._settle()
+
+    def cached(self, pool: Pool, extent: Extent) -> None:
+        """Its key has an embedding: nobody needs the bytes, and the embedding is kept for who comes later."""
+        self._is_cached = True
+        if self._kept is None and not self._why and self._num_claimed < self.staged.consumers:
+            pool.pin(extent)
+            self._kept = (pool, extent)
+        self._settle()
+
+    def ended(self, error: ItemError | None) -> None:
+        """A position that waited does not any more: it has its embedding, its error, or was given up (None)."""
+        self.num_active -= 1
+        if error is not None and not isinstance(error, PASSING):
+            self.end(f"the staged pixels have no embedding: {error.reason}", is_fault=True)
+        else:
+            self._settle()
+
+    def begin_read(self) -> None:
+        """A rank is about to read it; again if the one before died.
+
+        Raises:
+            SliceGone: it is over.
+        """
+        if self._why:
+            raise SliceGone(self._why)
+        if self.staged.state is StagedState.STAGED:
+            self.staged.begin_read()
+
+    def end_read(self) -> None:
+        """No rank reads it any more."""
+        if self.staged.state is StagedState.READING:
+            self.staged.end_read()
+            self.area.freed()
+            if not self._is_cached:
+                self.end("the staged pixels were read, and the request that needed them ended", is_fault=True)
+        self._settle()
+
+    def end(self, why: str, *, is_fault: bool = False) -> None:
+        """It is over. What is being read goes on until the reader is done."""
+        if self._why:
+            return
+        self._why = why
+        if is_fault:
+            if self.staged.state is not StagedState.READING:
+                self.staged.fail()
+        else:
+            self.staged.cancel()
+        self._drop()
+
+    def left(self) -> None:
+        """Its client has left, which has ended the slice itself."""
+        self._why = self._why or OVER
+        self._drop()
+
+    def claimed(self) -> Claim:
+        """What the rank checks."""
+        area = self.area
+        return Claim(region=area.region_id, key=self.key, namespace=area.namespace, kind=self.kind, header=self.header)
+
+    def _settle(self) -> None:
+        if self._is_cached and self.staged.acknowledge():
+            self.area.freed()
+        everyone_came = self._num_claimed == self.staged.consumers and self.num_active == 0
+        if everyone_came and not self._why and self.staged.state not in (StagedState.WRITING, StagedState.READING):
+            self.end(ALL_CAME, is_fault=True)
+
+    def _drop(self) -> None:
+        if self._kept is not None:
+            pool, extent = self._kept
+            self._kept = None
+            pool.unpin(extent)
+        self.changed.set()
+        self.area.freed()
+        self.area.forget(self)
+
+
+class StagedPixels:
+    """The source of an item that a rank materializes itself. Stands where `Pixels` do."""
+
+    __slots__ = ("slice",)
+
+    def __init__(self, source: StagedSlice) -> None:
+        self.slice = source
+
+    @property
+    def offset(self) -> int:
+        """In its region."""
+        return self.slice.staged.offset
+
+    def grid(self, facts: ModelFacts) -> Grid:
+        """Patches in time, height and width.
+
+        Raises:
+            UnsupportedItem, ImageError: the model does not take it.
+        """
+        if self.slice.kind == ARRAY:
+            shape = ArrayHeader.model_validate_json(self.slice.header).shape
+            height, width = shape[:2] if len(shape) < 4 else shape[1:3]
+            return grid_thw(width, height, facts.processor, shape[0] if len(shape) == 4 else 0)
+        header = PatchHeader.model_validate_json(self.slice.header)
+        processor, (t, h, w) = facts.processor, header.grid
+        merge, row = processor.merge_size, 3 * processor.patch_size**2
+        if header.shape[1] != row:
+            raise UnsupportedItem(f"a patch of this model has {row} values, these rows have {header.shape[1]}")
+        if t > processor.frames_per_chunk or h % merge or w % merge:
+            rule = f"1 to {processor.frames_per_chunk} frames, sides in multiples of {merge} patches"
+            raise UnsupportedItem(f"this model takes no grid of {t}×{h}×{w}: {rule}")
+        return header.grid
+
+
+def checked_header(kind: str, header: bytes, nbytes: int, max_pixels: int) -> None:
+    """Check what is to be staged against its size.
+
+    Raises:
+        UnsupportedItem, ImageTooLarge: the header is none, or breaks a limit, or says another size.
+    """
+    try:
+        _check_header(kind, header, nbytes, max_pixels)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise UnsupportedItem(f"its header is none of {kind!r}: {first['loc']}: {first['msg']}") from error
+
+
+def _check_header(kind: str, header: bytes, nbytes: int, max_pixels: int) -> None:
+    if kind == ARRAY:
+        shape = ArrayHeader.model_validate_json(header).shape
+        expected, num_pixels = math.prod(shape), math.prod(shape[:-1] if len(shape) > 2 else shape)
+        if num_pixels > max_pixels:
+            raise ImageTooLarge(f"{num_pixels} pixels, the limit is {max_pixels} for all frames together (max_pixels)")
+    elif kind == PATCHES:
+        patches = PatchHeader.model_validate_json(header)
+        expected = patches.nbytes
+        if math.prod(patches.grid) != patches.shape[0]:
+            raise UnsupportedItem(f"a grid of {patches.grid} has {math.prod(patches.grid)} rows")
+    else:
+        raise UnsupportedItem(f"items of kind {kind!r} are not staged")
+    if expected != nbytes:
+        raise UnsupportedItem(f"its header says {expected} bytes, it asks for {nbytes}")

@@ -1,0 +1,415 @@
+"""Deferred slices: pixels staged once, read once or never, by reference from any process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mmcache
+from mmcache.keys import KeyHasher
+from tests.mmcache.support import SidecarProcess, clean_environ, eventually, image
+
+CONSUMER = """
+import json, sys
+import mmcache
+from mmcache.keys import checksum
+with mmcache.connect(sys.argv[1]) as client:
+    for line in sys.stdin:
+        refs = [mmcache.StagedRef.of(values) for values in json.loads(line)]
+        leases = client.encode(refs)
+        print(json.dumps([checksum(lease.numpy()) for lease in leases]), flush=True)
+        for lease in leases:
+            lease.release()
+"""
+
+
+def child(code: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=clean_environ(PYTHONPATH="."),
+    )  # fmt: skip
+
+
+def told(process: subprocess.Popen[str], line: object) -> Any:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(line) + "\n")
+    process.stdin.flush()
+    return json.loads(process.stdout.readline())
+
+
+def staging(sidecar: SidecarProcess) -> dict[str, int]:
+    found: dict[str, int] = sidecar.stats()["staging"]
+    return found
+
+
+def is_idle(sidecar: SidecarProcess) -> bool:
+    stats = sidecar.stats()
+    return not (stats["staging"]["bytes_used"] or stats["leases"]["active"] or stats["pool"]["bytes_leased"])
+
+
+def test_four_images_and_eight_ranks_are_four_reads_and_then_none(sidecar: SidecarProcess) -> None:
+    """Each of the eight, reading eagerly, would read all four: 32."""
+    pictures = [image(seed) for seed in range(4)]
+    consumers = [child(CONSUMER, sidecar.socket) for _ in range(8)]
+    try:
+        with sidecar.connect() as client:
+            misses = client.stage_all(pictures, consumers=8)
+            found = [told(process, misses) for process in consumers]
+            assert all(sums == found[0] for sums in found)
+            assert staging(sidecar)["reads"] == 4
+            hits = client.stage_all(pictures, consumers=8)
+            again = [told(process, hits) for process in consumers]
+            assert again == found
+            counts = staging(sidecar)
+            assert (counts["reads"], counts["unread"], counts["staged"]) == (4, 4, 8)
+            assert sidecar.stats()["items"]["encoded"] == 4
+            eventually(lambda: is_idle(sidecar), "all their consumers came: nothing is kept")
+    finally:
+        for process in consumers:
+            process.communicate()
+
+
+def test_consumers_at_the_same_time_share_one_read(sidecar: SidecarProcess) -> None:
+    consumers = [child(CONSUMER, sidecar.socket) for _ in range(4)]
+    try:
+        with sidecar.connect() as client:
+            for turn in range(5):
+                refs = client.stage_all([image(100 * turn + seed, 112, 112) for seed in range(3)], consumers=4)
+                with ThreadPoolExecutor(4) as threads:
+                    results = list(threads.map(partial(told, line=refs), consumers))
+                assert all(sums == results[0] for sums in results)
+            assert staging(sidecar)["reads"] == 15
+            eventually(lambda: is_idle(sidecar), "nothing is kept")
+    finally:
+        for process in consumers:
+            process.communicate()
+
+
+@pytest.mark.parametrize("kind", ["rgb", "gray", "chunk", "strided", "tensor"])
+def test_staged_pixels_give_the_embedding_of_the_same_pixels(
+    sidecar: SidecarProcess, tmp_path: Path, kind: str
+) -> None:
+    picture: Any = image(1, 70, 98)
+    picture = {
+        "rgb": picture, "gray": picture[..., 0], "chunk": np.stack([picture, image(2, 70, 98)]),
+        "strided": np.asfortranarray(picture)[::-1, ::2], "tensor": torch.from_numpy(picture),
+    }[kind]  # fmt: skip
+    with sidecar.connect() as client:
+        ref = client.stage(picture)
+        assert client.key(ref) == client.key(picture)
+        with client.encode([ref])[0] as lease:
+            assert lease.origin == "encoded"
+            staged = lease.numpy().copy()
+        with client.encode([picture])[0] as lease:
+            assert lease.origin == "pool"
+            np.testing.assert_array_equal(lease.numpy(), staged)
+    with (
+        SidecarProcess(other_folder(tmp_path)) as other,
+        other.connect() as client,
+        client.encode([picture])[0] as lease,
+    ):
+        assert lease.origin == "encoded"
+        np.testing.assert_array_equal(lease.numpy(), staged)
+
+
+def other_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    return folder
+
+
+def test_patch_rows_of_every_type(sidecar: SidecarProcess) -> None:
+    """Rows that a processor of one's own made, in one request with pixels and each other."""
+    rows = torch.randn(24, 3, 14, 14, generator=torch.Generator().manual_seed(1))
+    staged = [rows, rows.flatten(1).half(), rows.bfloat16(), rows.numpy()]
+    with sidecar.connect() as client:
+        refs = client.stage_all(staged, grids=[(1, 4, 6), (1, 4, 6), (1, 6, 4), (1, 4, 6)])
+        leases = client.encode([*refs, image(1)])
+        assert [lease.grid_thw for lease in leases[:4]] == [(1, 4, 6), (1, 4, 6), (1, 6, 4), (1, 4, 6)]
+        assert refs[0].key == refs[3].key, "a tensor and an array of the same bytes"
+        exact, half = leases[0].numpy(), leases[1].numpy()
+        np.testing.assert_array_equal(exact, leases[3].numpy())
+        assert 0 < np.linalg.norm(exact - half) / np.linalg.norm(exact) < 1e-2
+        for lease in leases:
+            lease.release()
+        assert is_idle(sidecar)
+
+
+def test_rows_that_no_model_takes_are_named(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as client:
+        rows = torch.zeros(24, 588)
+        for wrong, grid, message in (
+            (rows.double(), (1, 4, 6), "float32, float16 or bfloat16"),
+            (rows, (1, 4, 4), "has 16 rows"),
+            (rows, (1, 4), r"patches in \(t, h, w\)"),
+            (rows[0], (1, 4, 6), r"patch rows are"),
+            ("rows", (1, 4, 6), r"patch rows are"),
+        ):
+            with pytest.raises(mmcache.UnsupportedItem, match=message):
+                client.stage(wrong, grid=grid)  # type: ignore[arg-type]
+        for odd, grid, message in (
+            (torch.zeros(24, 12), (1, 4, 6), "588 values"),
+            (torch.zeros(15, 588), (1, 3, 5), "multiples of 2"),
+            (torch.zeros(40, 588), (10, 2, 2), "1 to 4 frames"),
+        ):
+            ref = client.stage(odd, grid=grid)
+            results = client.encode([ref, image(1)], errors="return")
+            assert isinstance(results[0], mmcache.UnsupportedItem)
+            assert message in results[0].reason
+            results[1].release()
+        with pytest.raises(mmcache.UnsupportedItem, match="only uint8 arrays"):
+            client.stage(b"a file")
+        with pytest.raises(mmcache.UnsupportedItem):
+            client.stage(np.zeros((3, 5), np.float32))
+        assert is_idle(sidecar)
+
+
+def test_a_false_claim_fails_its_owner_and_poisons_nobody(sidecar: SidecarProcess, monkeypatch: Any) -> None:
+    truth, lie = image(1), image(2)
+    with sidecar.connect() as liar, sidecar.connect() as honest:
+        key = honest.key(truth)
+        with monkeypatch.context() as patched:
+            patched.setattr(KeyHasher, "key", lambda *_: key)
+            false = liar.stage(lie)
+        assert false.key == str(key)
+        true = honest.stage(truth)
+        handle = honest.submit([true, image(3)])
+        results = liar.encode([false, image(3)], errors="return")
+        if isinstance(results[0], mmcache.ItemError):
+            assert isinstance(results[0], mmcache.ContentMismatch)
+        else:
+            results[0].release()  # the honest one came first: the lie was never read
+        results[1].release()
+        leases = handle.result()
+        with sidecar.connect() as other:
+            (lease,) = other.encode([truth])
+            np.testing.assert_array_equal(lease.numpy(), leases[0].numpy())
+            lease.release()
+        for lease in leases:
+            lease.release()
+        assert is_idle(sidecar)
+
+
+def test_a_lie_that_is_read_fails_alone(sidecar: SidecarProcess, monkeypatch: Any) -> None:
+    with sidecar.connect() as liar, sidecar.connect() as honest:
+        key = honest.key(image(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(KeyHasher, "key", lambda *_: key)
+            false = liar.stage(image(2), consumers=2)
+        good = liar.stage(image(4))
+        results = liar.encode([false, good], errors="return")
+        assert isinstance(results[0], mmcache.ContentMismatch)
+        results[1].release()
+        (again,) = liar.encode([false], errors="return")
+        assert isinstance(again, mmcache.SliceGone)
+        assert honest.stats()["items"]["encoded"] == 1
+        with honest.encode([image(1)])[0] as lease:
+            assert lease.origin == "encoded"
+        assert is_idle(sidecar)
+
+
+def test_pixels_that_change_after_they_were_staged_are_caught(sidecar: SidecarProcess) -> None:
+    """The region stays writable for its client: what a rank hashed is what it encodes."""
+    with sidecar.connect() as client:
+        ref = client.stage(image(1))
+        assert client._core.staging is not None
+        client._core.staging.array(0, 100)[:] = 7
+        (result,) = client.encode([ref], errors="return")
+        assert isinstance(result, mmcache.ContentMismatch)
+        assert is_idle(sidecar)
+
+
+def test_a_slice_serves_as_many_as_it_was_staged_for(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as client:
+        ref = client.stage(image(1), consumers=2)
+        for _ in range(2):
+            client.encode([ref])[0].release()
+        assert staging(sidecar)["bytes_used"] == 0
+        client.encode([ref])[0].release()  # whoever knows the key is served what is cached
+        other = client.stage(image(2))
+        client.encode([other])[0].release()
+        assert client.lookup([client.key(image(2))]) == ["pool"]
+
+
+def test_the_embedding_stays_for_consumers_that_come_late(tmp_path: Path) -> None:
+    with SidecarProcess(tmp_path, pool_bytes="1MiB") as sidecar, sidecar.connect() as client:
+        ref = client.stage(image(1, 448, 448), consumers=2)
+        client.encode([ref])[0].release()
+        for seed in range(2, 12):
+            client.encode([image(seed, 448, 448)])[0].release()
+        with client.encode([ref])[0] as lease:
+            assert lease.origin == "pool"
+        assert staging(sidecar)["reads"] == 1
+
+
+def test_cancel_frees_and_whoever_comes_then_is_told(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as client, sidecar.connect() as other:
+        ref = client.stage(image(1), consumers=3)
+        other.cancel(ref)
+        assert staging(sidecar)["bytes_used"] > 0, "only who staged it may"
+        client.cancel(ref)
+        client.stats()
+        assert (staging(sidecar)["bytes_used"], staging(sidecar)["cancelled"]) == (0, 1)
+        results = other.encode([ref, image(2)], errors="return")
+        assert isinstance(results[0], mmcache.SliceGone)
+        results[1].release()
+
+
+def test_a_reference_is_worth_nothing_in_another_namespace_or_under_another_key(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as client, sidecar.connect(namespace="other") as stranger:
+        ref = client.stage(image(1))
+        for wrong in (ref, ref._replace(token=1)):
+            assert isinstance(stranger.encode([wrong], errors="return")[0], mmcache.SliceGone)
+        assert isinstance(client.encode([ref._replace(key="0" * 32)], errors="return")[0], mmcache.SliceGone)
+        client.encode([ref])[0].release()
+        assert is_idle(sidecar)
+
+
+def test_a_full_region_waits_then_says_so_and_what_never_fits_fails_at_once(tmp_path: Path) -> None:
+    with SidecarProcess(tmp_path, staging_bytes="1MiB") as sidecar, sidecar.connect(timeout=4.0) as client:
+        refs = client.stage_all([image(seed, 340, 340) for seed in range(3)])
+        with pytest.raises(mmcache.StagingExhausted, match="3 slices of this client"):
+            client.stage(image(4, 340, 340))
+        with pytest.raises(mmcache.StagingExhausted, match="never fit"):
+            client.stage(image(5, 700, 700))
+        client.cancel(*refs)
+        for ref in client.stage_all([image(seed, 340, 340) for seed in range(3)]):
+            client.encode([ref])[0].release()
+        assert is_idle(sidecar)
+
+
+def test_room_comes_back_while_a_stage_waits(tmp_path: Path) -> None:
+    with SidecarProcess(tmp_path, staging_bytes="1MiB") as sidecar, sidecar.connect() as client:
+        refs = client.stage_all([image(seed, 340, 340) for seed in range(3)])
+        waiting: list[mmcache.StagedRef] = []
+        thread = threading.Thread(target=lambda: waiting.append(client.stage(image(4, 340, 340))))
+        thread.start()
+        client.encode(refs[:1])[0].release()
+        thread.join(20)
+        assert waiting
+        client.encode([*refs[1:], *waiting])
+        client.close()
+        eventually(lambda: staging(sidecar)["regions"] == 0, "a client that says goodbye leaves nothing")
+
+
+def test_the_regions_of_all_clients_are_bounded(tmp_path: Path) -> None:
+    with SidecarProcess(tmp_path, staging_bytes="1MiB", staging_bytes_total="2MiB") as sidecar:
+        clients = [sidecar.connect() for _ in range(3)]
+        for client in clients[:2]:
+            client.stage(image(1))
+        with pytest.raises(mmcache.StagingExhausted, match="staging_bytes_total"):
+            clients[2].stage(image(1))
+        clients[0].close()
+        eventually(lambda: staging(sidecar)["regions"] == 1, "its region is gone")
+        clients[2].stage(image(1))
+        for client in clients:
+            client.close()
+
+
+STAGER = """
+import sys, time, os, json
+import mmcache
+from tests.mmcache.support import image
+client = mmcache.connect(sys.argv[1])
+if sys.argv[2] == "writing":
+    from mmcache.staging import StageCall
+    StageCall.complete = lambda self: (print(json.dumps([self._places[0][0], str(self._keys[0]), [56, 84, 3], 14112]),
+                                             flush=True), time.sleep(600))
+ref = client.stage(image(1), consumers=2)
+if sys.argv[2] == "closed":
+    client._pump.channel.close()
+print(json.dumps(ref), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("state", ["staged", "writing"])
+def test_the_death_of_a_stager_frees_and_tells(sidecar: SidecarProcess, state: str) -> None:
+    process = child(STAGER, sidecar.socket, state)
+    assert process.stdout is not None
+    ref = mmcache.StagedRef.of(json.loads(process.stdout.readline()))
+    assert staging(sidecar)["bytes_used"] > 0
+    with sidecar.connect() as client:
+        handle = client.submit([ref, image(2)], errors="return") if state == "writing" else None
+        process.kill()
+        process.communicate()
+        eventually(lambda: staging(sidecar)["regions"] == 0, "its region is gone")
+        results = handle.result() if handle is not None else client.encode([ref, image(2)], errors="return")
+        assert isinstance(results[0], mmcache.SliceGone)
+        results[1].release()
+        assert staging(sidecar)["died"] == 1
+        assert is_idle(sidecar)
+
+
+def test_a_closed_socket_of_a_live_stager_quarantines_until_it_dies(sidecar: SidecarProcess) -> None:
+    process = child(STAGER, sidecar.socket, "closed")
+    assert process.stdout is not None
+    ref = mmcache.StagedRef.of(json.loads(process.stdout.readline()))
+    eventually(lambda: staging(sidecar)["bytes_quarantined"] > 0, "it may still write")
+    with sidecar.connect() as client:
+        assert isinstance(client.encode([ref], errors="return")[0], mmcache.SliceGone)
+        process.kill()
+        process.communicate()
+        eventually(lambda: staging(sidecar)["regions"] == 0, "it cannot write any more")
+        assert staging(sidecar)["bytes_quarantined"] == 0
+
+
+def test_a_stopped_stager_is_waited_for_and_others_are_not_held_up(sidecar: SidecarProcess) -> None:
+    process = child(STAGER, sidecar.socket, "writing")
+    assert process.stdout is not None
+    ref = mmcache.StagedRef.of(json.loads(process.stdout.readline()))
+    os.kill(process.pid, signal.SIGSTOP)
+    with sidecar.connect() as client, sidecar.connect(timeout=2.0) as waiting:
+        handle = waiting.submit([ref], errors="return")
+        with client.encode([image(1)])[0] as lease:
+            assert lease.origin == "encoded", "who has the bytes of the same key is asked for them"
+        for result in handle.result():
+            result.release()
+    process.kill()
+    process.communicate()
+    eventually(lambda: is_idle(sidecar), "nothing is left")
+
+
+def test_a_rank_that_dies_while_it_reads_is_replaced(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as client:
+        refs = client.stage_all([image(seed, 840, 1120) for seed in range(8)])
+        handle = client.submit(refs)
+        eventually(lambda: handle.poll() or staging(sidecar)["reads"] > 0, "it reads")
+        os.kill(sidecar.stats()["ranks"]["pids"][0], signal.SIGKILL)
+        leases = handle.result()
+        expected = [client.encode([image(seed, 840, 1120)])[0] for seed in range(8)]
+        for ours, theirs in zip(leases, expected, strict=True):
+            np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-3, atol=1e-4)
+            ours.release()
+            theirs.release()
+        eventually(lambda: is_idle(sidecar), "nothing is left")
+
+
+def test_frames_that_lie_about_staging(sidecar: SidecarProcess) -> None:
+    """Tokens that were never given, of others, or twice; a header that does not fit the size it asks for."""
+    with sidecar.connect() as client, sidecar.connect() as other:
+        from mmcache.framing import Kind
+        from mmcache.protocol import Staged, Withdraw
+        from mmcache.records import TOKEN
+
+        ref = client.stage(image(1))
+        with other._pump.turn() as core:
+            core.tell(Kind.STAGED, Staged(), TOKEN.pack(ref.token) + TOKEN.pack(99))
+            core.tell(Kind.WITHDRAW, Withdraw(), TOKEN.pack(ref.token) + TOKEN.pack(99))
+        with client._pump.turn() as core:
+            core.tell(Kind.STAGED, Staged(), TOKEN.pack(ref.token))
+        client.encode([ref])[0].release()
+        assert is_idle(sidecar)

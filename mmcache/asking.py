@@ -12,12 +12,10 @@ from mmcache import asks
 from mmcache.core import ClientCore
 from mmcache.errors import ItemError
 from mmcache.keys import ContentKey, Fingerprint
-from mmcache.media import describe
-from mmcache.parts import checked_keys
+from mmcache.parts import checked_keys, content_key
 from mmcache.planning import Plan, plan_item
 from mmcache.pump import Pump
 from mmcache.records import MAX_ITEMS
-from mmcache.refs import StagedRef
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,10 +63,7 @@ class Asking(Informed):
 
     def key(self, item: Item) -> ContentKey:
         """The content key of one item. No round trip. Raises the ItemError of a bad item."""
-        if isinstance(item, StagedRef):
-            return ContentKey.from_hex(item.key)
-        media = describe(item, 0, self._core.welcome.max_item_bytes)
-        return self._core.hasher.key(media.kind, media.header, media.raw)
+        return content_key(item, self._core.hasher.key, self._core.welcome.max_item_bytes)
 
     def plan(self, items: Sequence[Item]) -> list[Plan | ItemError]:
         """What each item will be: grid, tokens and bytes, without encoding or sending it. No round trip.

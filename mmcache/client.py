@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self, cast, overload
 
 from mmcache.asking import Asking, Item
 from mmcache.encode_call import EncodeCall, Errors
@@ -20,7 +20,7 @@ from mmcache.link import connect_again, connect_pump
 from mmcache.paths import default_socket
 from mmcache.pump import Pump
 from mmcache.records import MAX_ITEMS
-from mmcache.refs import SliceRef, StagedRef
+from mmcache.refs import SliceRef, StagedRef, slice_refs
 from mmcache.staging import StageCall
 
 __all__ = ["Client", "Lease", "connect"]
@@ -145,18 +145,11 @@ class Client(Asking):
             EncodeError: some of several failed, with `errors="raise"`.
             RequestTimeout, ConnectionLost, ClientClosed: the call as a whole failed.
         """
-        is_one = isinstance(refs, SliceRef)
-        wanted: list[SliceRef] = [refs] if isinstance(refs, SliceRef) else list(refs)
-        if not all(isinstance(ref, SliceRef) for ref in wanted):
-            raise TypeError("open takes SliceRefs; SliceRef.of(values) makes one of what arrived as a list")
+        wanted = slice_refs(refs)
         results: list[Lease | ItemError] = []
         for start in range(0, len(wanted), MAX_ITEMS):
             results += self._open(wanted[start : start + MAX_ITEMS])
-        if is_one and isinstance(results[0], ItemError):
-            raise results[0]
-        if errors == "raise" and any(isinstance(result, ItemError) for result in results):
-            raise EncodeError(results)
-        return results[0] if is_one else results  # type: ignore[return-value]
+        return opened(refs, results, errors)
 
     def stage(self, item: Any, consumers: int = 1, *, grid: tuple[int, int, int] | None = None) -> StagedRef:
         """Put pixels where the sidecar's ranks can read them, once; send the reference instead of the bytes.
@@ -241,12 +234,30 @@ class Client(Asking):
             raise ClientClosed("the client is closed")
         pump = self._pump
         if pump.lost is not None and self._reconnects:
-            with self._connecting:
-                if self._pump.lost is not None:
-                    self._pump = connect_again(self._path, self._name, self._namespace, deadline)
-            pump = self._pump
+            pump = self._reconnected(deadline)
         pump.check()
         return pump
+
+    def _reconnected(self, deadline: float) -> Pump:
+        with self._connecting:
+            lost = self._pump
+            if lost.lost is not None:
+                self._pump = connect_again(self._path, self._name, self._namespace, deadline)
+                lost.retire()
+                if self._is_closed:  # meanwhile
+                    self._pump.close()
+            return self._pump
+
+
+def opened(
+    refs: SliceRef | Sequence[SliceRef], results: list[Lease | ItemError], errors: Errors
+) -> Lease | list[Lease]:
+    """What `open` gives for the results of `refs`; with `errors="return"` errors are among them."""
+    if isinstance(refs, SliceRef) and isinstance(results[0], ItemError):
+        raise results[0]
+    if errors == "raise" and any(isinstance(result, ItemError) for result in results):
+        raise EncodeError(results)
+    return cast("list[Lease]", results)[0] if isinstance(refs, SliceRef) else cast("list[Lease]", results)
 
 
 connect = Client

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mmcache._version import __version__
 from mmcache.errors import ConnectionLost, ProtocolError, ProtocolMismatch, RequestTimeout, SidecarUnavailable
-from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
+from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.protocol import PROTOCOL_VERSION, Hello, Refused, Welcome
 from mmcache.transport import BlockingChannel, take_descriptors
 
@@ -23,15 +23,19 @@ def connected(path: Path, deadline: float) -> socket.socket:
         sock.connect(os.fspath(path))
     except OSError as error:
         sock.close()
-        reasons = {
-            FileNotFoundError: "no such socket",
-            ConnectionRefusedError: "nobody listens there any more",
-            PermissionError: "not permitted; only the user that runs the sidecar may connect",
-        }
-        why = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), str(error))
-        hint = f"start one with `mmcache serve --socket {path}`"
-        raise SidecarUnavailable(f"no sidecar at {path}: {why}; {hint}") from error
+        raise unavailable(path, error) from error
     return sock
+
+
+def unavailable(path: Path, error: OSError) -> SidecarUnavailable:
+    """Why a socket cannot be connected, and what to do."""
+    reasons = {
+        FileNotFoundError: "no such socket",
+        ConnectionRefusedError: "nobody listens there any more",
+        PermissionError: "not permitted; only the user that runs the sidecar may connect",
+    }
+    why = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), str(error))
+    return SidecarUnavailable(f"no sidecar at {path}: {why}; start one with `mmcache serve --socket {path}`")
 
 
 def shake_hands(
@@ -43,19 +47,25 @@ def shake_hands(
         SidecarUnavailable, ProtocolMismatch, ProtocolError: it refused, closed, or speaks otherwise.
         RequestTimeout: it did not answer.
     """
-    hello = Hello(protocol=PROTOCOL_VERSION, version=__version__, name=name[:128], namespace=namespace)
     try:
         # A sidecar that refuses may have closed already; what it said first is still there to be read.
         with contextlib.suppress(ConnectionLost):
-            channel.send(pack_frame(Kind.HELLO, hello, fds=[os.pidfd_open(os.getpid())], owned=True), deadline)
-        return _welcome(channel.receive(deadline))
+            channel.send(hello(name, namespace), deadline)
+        return welcomed(channel.receive(deadline))
     except TimeoutError:
         raise RequestTimeout(f"{path} did not answer the handshake in time") from None
     except ConnectionLost as error:
         raise SidecarUnavailable(f"{path} closed the connection: {error}") from error
 
 
-def _welcome(frame: Frame) -> tuple[Welcome, int]:
+def hello(name: str, namespace: str) -> OutgoingFrame:
+    """A client's first frame."""
+    message = Hello(protocol=PROTOCOL_VERSION, version=__version__, name=name[:128], namespace=namespace)
+    return pack_frame(Kind.HELLO, message, fds=[os.pidfd_open(os.getpid())], owned=True)
+
+
+def welcomed(frame: Frame) -> tuple[Welcome, int]:
+    """The sidecar's first frame: its answer, and the descriptor of the control memory. Raises as `shake_hands` does."""
     if frame.kind == Kind.REFUSED:
         close_all(frame.fds)
         refused = parse(Refused, frame)

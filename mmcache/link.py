@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from mmcache.core import ClientCore
@@ -40,13 +41,19 @@ def connect_again(path: Path, name: str, namespace: str, deadline: float) -> Pum
         SidecarUnavailable: it did not come back.
         ProtocolMismatch, RequestTimeout: as `shake_hands` does.
     """
-    pause_s = FIRST_PAUSE_S
-    while True:
+    for pause_s in pauses():
         try:
             return connect_pump(path, name, namespace, deadline)
         except SidecarUnavailable:
-            wait_s = pause_s * random.uniform(0.5, 1.0)  # noqa: S311  # so that clients do not come all at once
-            if time.monotonic() + wait_s >= deadline:
+            if time.monotonic() + pause_s >= deadline:
                 raise
-            time.sleep(wait_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            time.sleep(pause_s)
+    raise AssertionError("pauses do not end")
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to wait between attempts to connect, without end; random, so that clients do not come all at once."""
+    longest_s = FIRST_PAUSE_S
+    while True:
+        yield longest_s * random.uniform(0.5, 1.0)  # noqa: S311
+        longest_s = min(2 * longest_s, LONGEST_PAUSE_S)

@@ -83,6 +83,14 @@ class Part:
         return part
 
 
+def content_key(item: object, make_key: HashKey, max_item_bytes: int) -> ContentKey:
+    """The key of one item. Raises the ItemError of a bad one."""
+    if isinstance(item, StagedRef):
+        return ContentKey.from_hex(item.key)
+    media = describe(item, 0, max_item_bytes)
+    return make_key(media.kind, media.header, media.raw)
+
+
 def cut(
     items: Sequence[object],
     make_key: HashKey,

@@ -106,8 +106,12 @@ class Pump:
             if self.lost is None:
                 self._say_goodbye()
                 self._lose("the client was closed")
-            leads = self._leader not in (0, threading.get_ident())
-            if leads:
+            self.retire()
+
+    def retire(self) -> None:
+        """The connection is over: close the socket once nobody waits on it. Leases go on."""
+        with self._changed:
+            if self._leader not in (0, threading.get_ident()):
                 self._changed.wait_for(lambda: not self._leader, timeout=GOODBYE_S)
             self.channel.close()
 

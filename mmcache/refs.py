@@ -74,6 +74,14 @@ class StagedRef(NamedTuple):
         return ref
 
 
+def slice_refs(refs: SliceRef | Sequence[SliceRef]) -> list[SliceRef]:
+    """What a user wants to open, as a list. Raises TypeError unless they are references."""
+    wanted = [refs] if isinstance(refs, SliceRef) else list(refs)
+    if not all(isinstance(ref, SliceRef) for ref in wanted):
+        raise TypeError("open takes SliceRefs; SliceRef.of(values) makes one of what arrived as a list")
+    return wanted
+
+
 def _token(value: Any) -> int:
     if not isinstance(value, int) or not 0 <= value < 1 << 64:
         raise ValueError(f"its token is not a number of 64 bits: {value!r}")

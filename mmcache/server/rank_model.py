@@ -12,8 +12,8 @@ import torch
 from encoder.config import NUMERICS_VERSION
 from encoder.errors import CheckpointError
 from encoder.model import Encoder
-from encoder.source import resolve_model
-from encoder.stamps import Stamp, are_settled, stamp_files
+from encoder.source import SETTINGS_FILES, resolve_model
+from encoder.stamps import Stamp, are_settled, stamp_files, stamp_present
 from encoder.weights import vision_files
 from mmcache.keys import digest_parts
 from mmcache.server.messages import ModelReport, StartRank
@@ -43,11 +43,11 @@ def load_model(start: StartRank, model: str, known: Mapping[str, str], before: R
     """
     folder = resolve_model(model).folder
     began_ns = time.time_ns()
-    stamps = _stamps(folder)
+    stamps, settings = _stamps(folder), _settings_stamps(folder)
     encoder = Encoder.load(
         model, device=start.device, dtype=getattr(torch, start.dtype), deterministic=start.deterministic
     )
-    if stamps != _stamps(folder):
+    if (stamps, settings) != (_stamps(folder), _settings_stamps(folder)):
         raise CheckpointError(f"{folder}: its files changed while they were read; try again when they are complete")
     identity = identify(encoder, stamps) if stamps and are_settled(stamps, began_ns) else ""
     encoder.warm_up()
@@ -90,3 +90,8 @@ def identify(encoder: Encoder, stamps: Sequence[Stamp]) -> str:
 def _stamps(folder: Path | None) -> tuple[Stamp, ...]:
     """The state of the files that the weights are read from; of a preset, none."""
     return () if folder is None else stamp_files(vision_files(folder))
+
+
+def _settings_stamps(folder: Path | None) -> tuple[Stamp | None, ...]:
+    """The state of what else is read, or would be if it were there. It is no part of the weights' identity."""
+    return () if folder is None else stamp_present([folder / name for name in SETTINGS_FILES])

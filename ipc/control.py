@@ -27,17 +27,18 @@ class ControlMemory:
 
     Attributes:
         num_words: words in use, the reserved word 0 included.
+        words, scalars: all of them, as an array and as a memoryview, which is quicker for one.
         store_is_ordered: whether a plain store stays behind earlier loads on this processor. Where it is False, a
             client acknowledges by a message instead, whose system call orders.
     """
 
-    __slots__ = ("_region", "_scalars", "num_words", "store_is_ordered", "words")
+    __slots__ = ("_region", "num_words", "scalars", "store_is_ordered", "words")
 
     def __init__(self, region: SharedRegion, num_words: int) -> None:
         """Use `create` or `attach`. Takes ownership of `region`."""
         array = region.array(0, num_words * WORD_BYTES).view(np.uint32)
         self._region = region
-        self._scalars = array.data
+        self.scalars = array.data
         self.num_words = num_words
         self.words: NDArray[np.uint32] = array
         self.store_is_ordered = platform.machine() == "x86_64"
@@ -70,15 +71,11 @@ class ControlMemory:
         """
         if not 0 < slot < self.num_words:
             raise OutOfBounds(f"slot {slot} is not one of 1..{self.num_words - 1}")
-        self._scalars[slot] = generation
+        self.scalars[slot] = generation
 
     def read(self, slot: int) -> int:
         """Coordinator: the word of `slot` as it is now."""
-        return self._scalars[slot]
-
-    def clear(self, slot: int) -> None:
-        """Coordinator: reset the word of a slot before it is granted, so that nothing is acknowledged in advance."""
-        self._scalars[slot] = 0
+        return self.scalars[slot]
 
     def acknowledged(self, seen: NDArray[np.uint32]) -> list[int]:
         """Coordinator: the slots below `len(seen)` whose words differ from `seen`. A few µs for thousands of words."""
@@ -88,6 +85,6 @@ class ControlMemory:
 
     def close(self) -> None:
         """Unmap the words and close the descriptor. The memory must not be used afterwards. Twice is harmless."""
-        self._scalars.release()
+        self.scalars.release()
         self.words = self.words[:0].copy()
         self._region.close()

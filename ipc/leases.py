@@ -143,6 +143,7 @@ class Holder:
         self._generations: list[int] = [0]
         self._free: list[int] = []
         self._seen: NDArray[np.uint32] = np.zeros(control.num_words, np.uint32)
+        self._words = control.scalars
         self._seen_words = self._seen.data  # the same memory; quicker for one word
 
     def grant(self, extent: Leasable) -> Share:
@@ -162,7 +163,7 @@ class Holder:
         slot = self._free.pop() if self._free else self._new_slot()
         generation = self._generations[slot] = self._generations[slot] % GENERATION_MAX + 1  # never 0
         # A word written ahead of its grant acknowledges nothing.
-        self.control.clear(slot)
+        self._words[slot] = 0
         self._seen_words[slot] = 0
         share = self._shares[slot] = Share(self, slot, generation, extent, now)
         self.num_active += 1

@@ -275,15 +275,13 @@ class ClientCore:
 
     def _on_grants(self, pending: Pending, grants: bytes) -> None:
         keys, results, pools, add, served = pending.keys, pending.results, self._pools, self.live.add, self.served
-        num = 0
         for record in GRANT.iter_unpack(grants):
-            position, slot, generation, _, pool_id, *_ = record
-            token = slot << 32 | generation
-            of = served if pending.served is None else pending.served[position]
-            results[position] = Lease(self, token, keys[position], pools[pool_id], of, record)
+            position = record[0]
+            token = record[1] << 32 | record[2]
+            results[position] = Lease(self, token, keys[position], pools[record[4]], served, record)
             add(token)
-            num += 1
-        pending.num_open -= num
+        pending.num_open -= len(grants) // GRANT.size
+        pending.granted()
 
     def _tidy(self) -> None:
         """Do what finalizers left, and send acknowledgements that go by message."""

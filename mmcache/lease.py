@@ -176,6 +176,10 @@ class Lease:
             self._held, self._share = weakref.ref(self._share), None
         return tensor
 
+    def is_of(self, served: Served) -> None:
+        """Say of which model it is, if not of the one that is served (called by the client)."""
+        self._served = served
+
     def release(self) -> None:
         """The last read is done: the extent may be reused. Twice is harmless."""
         core, self._core, self._share = self._core, None, None

@@ -31,22 +31,23 @@ class Pending:
         keys: content key of each position.
         results: fills in place: a lease or an error for each position.
         num_open: positions without a result.
-        served: the model that each position's grant is of, where it need not be the one that is served.
     """
 
-    __slots__ = ("keys", "num_open", "request_id", "results", "served")
+    __slots__ = ("keys", "num_open", "request_id", "results")
 
     def __init__(self, request_id: int, keys: Sequence[ContentKey]) -> None:
         self.request_id = request_id
         self.keys = keys
         self.results: list[Result | None] = [None] * len(keys)
         self.num_open = len(keys)
-        self.served: list[Served] | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether every position is settled."""
         return self.num_open == 0
+
+    def granted(self) -> None:
+        """Positions have got their leases."""
 
     def settled(self) -> Sequence[Pending]:
         """It is done: the requests whose grants are their user's from now on, and are not recalled any more."""
@@ -98,11 +99,17 @@ class PendingEncode(Pending):
 class PendingOpen(Pending):
     """Claims of shares of references."""
 
-    __slots__ = ()
+    __slots__ = ("_served",)
 
     def __init__(self, request_id: int, refs: Sequence[SliceRef]) -> None:
         super().__init__(request_id, [ContentKey.from_hex(ref.key) for ref in refs])
-        self.served = [Served(ref.fingerprint, ref.dtype, ref.dim, "") for ref in refs]
+        self._served = [Served(ref.fingerprint, ref.dtype, ref.dim, "") for ref in refs]
+
+    def granted(self) -> None:
+        """A lease is of the model that its reference names, which need not be the one that is served."""
+        for result, served in zip(self.results, self._served, strict=True):
+            if isinstance(result, Lease):
+                result.is_of(served)
 
 
 class Ask:

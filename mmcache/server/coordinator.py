@@ -9,6 +9,7 @@ import logging
 import random
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ipc.errors import ControlExhausted
 from ipc.leases import Holder
@@ -18,7 +19,7 @@ from mmcache.config import Settings
 from mmcache.errors import DeadlineExceeded, EncodeFailed, ItemError, PoolExhausted, TooManyLeases
 from mmcache.keys import Fingerprint
 from mmcache.protocol import PROTOCOL_VERSION, Welcome
-from mmcache.records import GRANT_EXTENT, ORIGINS
+from mmcache.records import GRANT_EXTENT, GRANT_HEAD, ORIGINS
 from mmcache.server.background import Background
 from mmcache.server.channel import Poller
 from mmcache.server.connection import Connection
@@ -162,7 +163,8 @@ class Coordinator:
 
     def _look_up(self, request: Request) -> list[int]:
         """Grant every position that the pool has. Returns the others."""
-        find, grant, send = self._index.get, request.holder.grant, request.send_grant
+        find, grant, shares, pack = self._index.get, request.holder.grant, request.shares, GRANT_HEAD.pack
+        records: list[Any] = []
         misses: list[int] = []
         for position, key in enumerate(request.keys):
             extent = find(key)
@@ -170,11 +172,12 @@ class Coordinator:
                 misses.append(position)
                 continue
             try:
-                share = grant(extent)
+                share = shares[position] = grant(extent)
             except ControlExhausted:
                 self._grant(request, position, extent, POOL)
             else:
-                send(position, share, extent, POOL)
+                records += (pack(position, share.slot, share.generation, POOL), extent.info)
+        request.send_hits(records)
         self.stats.hit_pool += len(request.keys) - len(misses)
         self.verifier.pool_hits(request, misses)
         return misses

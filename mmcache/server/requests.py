@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from mmcache.errors import ItemError
 from mmcache.framing import Kind, pack_frame
@@ -183,17 +183,28 @@ class Request:
         self._window = self._window or asyncio.Semaphore(SUPPLY_WINDOW)
         return self._window
 
+    def send_hits(self, records: list[Any]) -> None:
+        """Positions were granted at once, as the request came; `shares` has them already. See `send_grant`."""
+        if self.consumers:
+            for position, share in self.shares.items():
+                self._offer(position, cast("Extent", share.extent))
+        self._granted += records
+
     def send_grant(self, position: int, share: Share, extent: Extent, origin: int) -> None:
         """A position has its lease. The extent was published with its half of the record (`GRANT_EXTENT`)."""
         self.shares[position] = share
         self._granted += (GRANT_HEAD.pack(position, share.slot, share.generation, origin), extent.info)
         if self.consumers:
-            self.tokens[position] = self.connection.offer(extent, self.consumers)
-            self._offered.append(position)
+            self._offer(position, extent)
         if self.slices:
             self._end_slice(position, extent)
         if self.open and self.open.pop(position, None) is not None:
             self._flush_soon()
+
+    def _offer(self, position: int, extent: Extent) -> None:
+        if position not in self.tokens:
+            self.tokens[position] = self.connection.offer(extent, self.consumers)
+            self._offered.append(position)
 
     def fail(self, position: int, error: ItemError) -> None:
         """A position has its error."""

@@ -4,7 +4,7 @@ Free of torch and numpy: client and coordinator import this module.
 """
 
 import json
-import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Final
@@ -13,6 +13,38 @@ from encoder.errors import CheckpointError
 
 NUMERICS_VERSION: Final = 1
 """Raised by every change that alters the bytes of an embedding; part of the fingerprint."""
+
+_ENCODER_LIMITS: Final = MappingProxyType(
+    {
+        "hidden_size": 1 << 20,
+        "num_layers": 1024,
+        "num_heads": 1 << 12,
+        "mlp_size": 1 << 20,
+        "text_width": 1 << 20,
+        "patch_size": 128,
+        "merge_size": 8,
+        "pos_height": 1 << 16,
+        "pos_width": 1 << 16,
+        "pos_time": 1024,
+        "layer_norm_eps": 1.0,
+        "projector_layer_norm_eps": 1.0,
+        "rope_theta": 1e15,
+    }
+)
+"""The most that each setting may be: far beyond any model, and such that no setting by itself takes all memory."""
+_PROCESSOR_LIMITS: Final = MappingProxyType(
+    {
+        "patch_size": 128,
+        "merge_size": 8,
+        "max_patches": 1 << 24,
+        "max_patches_per_side": 1 << 20,
+        "max_patches_per_frame": 1 << 24,
+        "frames_per_chunk": 1024,
+        "frames_per_second": 1e6,
+    }
+)
+_CHANNEL_LIMIT: Final = 1e6
+"""Of means and deviations, and of what they are divided by: float32 has room for what becomes of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +71,7 @@ class EncoderConfig:
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        faults = _not_positive(self)
+        faults = _out_of_range(self, _ENCODER_LIMITS)
         if not faults and self.hidden_size % (4 * self.num_heads):
             faults.append(
                 f"hidden_size {self.hidden_size} must be a multiple of 4 x num_heads ({4 * self.num_heads}): "
@@ -87,11 +119,11 @@ class ProcessorConfig:
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
     def __post_init__(self) -> None:
-        faults = _not_positive(self)
-        if not all(0 < value < math.inf for value in self.image_std):
-            faults.append(f"image_std must be positive, got {self.image_std}")
-        if not all(map(math.isfinite, self.image_mean)):
-            faults.append(f"image_mean must be finite, got {self.image_mean}")
+        faults = _out_of_range(self, _PROCESSOR_LIMITS)
+        if not all(1 / _CHANNEL_LIMIT <= value <= _CHANNEL_LIMIT for value in self.image_std):
+            faults.append(f"image_std must be {1 / _CHANNEL_LIMIT:g} to {_CHANNEL_LIMIT:g}, got {self.image_std}")
+        if not all(abs(value) <= _CHANNEL_LIMIT for value in self.image_mean):
+            faults.append(f"image_mean must be {-_CHANNEL_LIMIT:g} to {_CHANNEL_LIMIT:g}, got {self.image_mean}")
         _refuse("processor config", faults)
 
     @property
@@ -113,9 +145,28 @@ def _canonical(config: EncoderConfig | ProcessorConfig) -> str:
     return json.dumps(asdict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _not_positive(config: EncoderConfig | ProcessorConfig) -> list[str]:
-    numbers = {name: value for name, value in asdict(config).items() if isinstance(value, int | float)}
-    return [f"{name} must be positive, got {value}" for name, value in numbers.items() if not 0 < value < math.inf]
+def check_frames(config: EncoderConfig, processor: ProcessorConfig) -> None:
+    """Raise `CheckpointError` if the processor's chunks have more frames than the model has positions for."""
+    if processor.frames_per_chunk > config.pos_time:
+        raise CheckpointError(
+            f"frames_per_chunk is {processor.frames_per_chunk} in the processor, but the model has positions for "
+            f"{config.pos_time} frames (pos_time)"
+        )
+
+
+def _out_of_range(config: EncoderConfig | ProcessorConfig, limits: Mapping[str, float]) -> list[str]:
+    """What is not above zero and at most its limit, NaN too."""
+    numbers = {name: getattr(config, name) for name in limits}
+    return [
+        f"{name} must be positive, at most {limits[name]}, got {_short(value)}"
+        for name, value in numbers.items()
+        if not 0 < value <= limits[name]
+    ]
+
+
+def _short(value: float) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:40]}... ({len(text)} digits)"
 
 
 def _refuse(what: str, faults: list[str]) -> None:

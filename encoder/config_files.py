@@ -9,8 +9,9 @@ from typing import Any, Final, TypeVar
 
 from encoder.config import PRESETS, EncoderConfig, ProcessorConfig
 from encoder.errors import CheckpointError
+from encoder.files import shown
 from encoder.quantization import SCHEMES, refuse_quantized
-from encoder.settings import Settings
+from encoder.settings import Settings, differ
 
 _VISION_NAMES: Final = {
     "hidden_size": ("hidden_size", "vt_hidden_size"),
@@ -58,7 +59,7 @@ def parse_encoder_config(data: Mapping[str, Any]) -> EncoderConfig:
     vision weights are quantized.
     """
     if data.get("model_type") != "kimi_k25":
-        raise CheckpointError(f"config.json: model_type must be 'kimi_k25', got {data.get('model_type')!r}")
+        raise CheckpointError(f"config.json: model_type must be 'kimi_k25', got {shown(data.get('model_type'))}")
     vision = Settings("config.json: vision_config", _without_scheme(data.get("vision_config")))
     outer = Settings("config.json", data)
     found = vision.integers(_VISION_NAMES)
@@ -73,7 +74,9 @@ def parse_encoder_config(data: Mapping[str, Any]) -> EncoderConfig:
     outer.raise_faults()
     config = _override(PRESETS["kimi-k2.5"], found, vision)
     if projected not in (None, config.hidden_size):
-        raise CheckpointError(f"config.json: the projector takes {projected} wide rows, not {config.hidden_size}")
+        raise CheckpointError(
+            f"config.json: the projector takes {shown(projected)} wide rows, not {config.hidden_size}"
+        )
     refuse_quantized(data, config.num_layers)
     return config
 
@@ -86,11 +89,13 @@ def parse_processor_config(data: Mapping[str, Any], where: str = "preprocessor_c
     """
     nested = data.get("media_proc_cfg") if data.get("media_proc_cfg") is not None else {}
     if not isinstance(nested, Mapping):
-        raise CheckpointError(f"{where}: media_proc_cfg must be an object, got {nested!r}")
+        raise CheckpointError(f"{where}: media_proc_cfg must be an object, got {shown(nested)}")
     outer = {name: value for name, value in data.items() if name != "media_proc_cfg"}
-    twice = sorted(name for name in outer.keys() & nested.keys() if outer[name] != nested[name])
+    twice = sorted(name for name in outer.keys() & nested.keys() if differ(outer[name], nested[name]))
     if twice:
-        raise CheckpointError(f"{where}: {', '.join(twice)} inside and outside media_proc_cfg contradict each other")
+        raise CheckpointError(
+            f"{where}: {shown(', '.join(twice))[1:-1]} inside and outside media_proc_cfg contradict each other"
+        )
     return _processor({**outer, **nested}, where, _PROCESSOR_NAMES, ProcessorConfig())
 
 

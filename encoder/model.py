@@ -9,9 +9,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from encoder.config import EncoderConfig, ProcessorConfig
+from encoder.config import EncoderConfig, ProcessorConfig, check_frames
 from encoder.determinism import OneByOne, align_parameters, is_aligned
-from encoder.errors import CheckpointError, ImageError
+from encoder.errors import ImageError
 from encoder.moonvit import MoonViT
 from encoder.packing import check_grid
 from encoder.patches import PatchRows, check_rows, joined
@@ -39,7 +39,7 @@ class Encoder:
         how many threads, on one type of device: see `encoder.determinism`. Raises `EncoderError` as that does, and
         `CheckpointError` if the processor's chunks have more frames than the model takes.
         """
-        _check_frames(model.config, processor)
+        check_frames(model.config, processor)
         parameter = next(model.parameters())
         self.config = model.config
         self.processor = processor
@@ -193,11 +193,3 @@ def _named(item: Item) -> str:
     *frames, height, width, _ = item.shape
     what = f"a chunk of {frames[0]} frames" if frames else "an image"
     return f"{what} of {width}x{height} pixels"
-
-
-def _check_frames(config: EncoderConfig, processor: ProcessorConfig) -> None:
-    if processor.frames_per_chunk > config.pos_time:
-        raise CheckpointError(
-            f"frames_per_chunk is {processor.frames_per_chunk} in the processor, but the model has positions for "
-            f"{config.pos_time} frames (pos_time)"
-        )

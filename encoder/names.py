@@ -4,6 +4,7 @@ Every spelling is turned into the original's by rules tried in order. One rule m
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,17 +43,19 @@ class Place:
         rows, *rest = parameter_shape
         return (rows // 3 if self.part else rows, *rest)
 
-    def fill(self, parameter: torch.Tensor, stored: torch.Tensor, num_heads: int) -> None:
-        """Copy a stored tensor of that shape to its place, converted to the parameter's dtype.
+    def fill(self, parameter: torch.Tensor, read_into: Callable[[torch.Tensor], None], num_heads: int) -> None:
+        """Have a stored tensor of that shape read into its place.
 
-        Separate q and k hold each head's rows for a rotation of halves: (i, i + half) turn together. Here adjacent
-        rows do, so the two halves are interleaved.
+        `read_into` fills a contiguous tensor of that shape. Separate q and k hold each head's rows for a rotation of
+        halves: (i, i + half) turn together. Here adjacent rows do, so the two halves are interleaved.
         """
-        if self.part:
-            parameter = parameter.chunk(3)["qkv".index(self.part)]
+        rows = parameter.chunk(3)["qkv".index(self.part)] if self.part else parameter
         if self.part in ("q", "k"):
-            stored = stored.view(num_heads, 2, -1, *stored.shape[1:]).transpose(1, 2).flatten(0, 2)
-        parameter.copy_(stored)
+            stored = torch.empty_like(rows)
+            read_into(stored)
+            rows.copy_(stored.view(num_heads, 2, -1, *stored.shape[1:]).transpose(1, 2).flatten(0, 2))
+        else:
+            read_into(rows)
 
 
 def place(name: str) -> Place | None:

@@ -4,12 +4,12 @@ Only plain weights are read. Where a scheme lies in the settings of the text mod
 by name, nothing here is in the way. What the tensors themselves show is for `weights` to refuse.
 """
 
-import re
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from typing import Any, Final, TypeAlias
 
 from encoder.errors import CheckpointError
+from encoder.files import shown
+from encoder.patterns import Matcher
 
 SCHEMES: Final = ("quantization_config", "compression_config")
 """Settings that hold a quantization scheme."""
@@ -43,11 +43,12 @@ def refuse_quantized(data: Mapping[str, Any], num_layers: int) -> None:
     names the first.
     """
     for where, scheme in _schemes(data):
-        covered = [layer for layer in vision_layers(num_layers) if _covers(scheme, layer)]
+        covered = _covered(scheme, num_layers)
         if covered:
+            method = scheme["quant_method"] if isinstance(scheme.get("quant_method"), str) else "of no method"
             raise CheckpointError(
-                f"config.json: {where} ({scheme.get('quant_method', 'of no method')}) covers {len(covered)} of the "
-                f"vision layers, first {covered[0][0]}: only plain weights of vision_tower and mm_projector are read"
+                f"config.json: {where} ({shown(method)[1:-1]}) covers {len(covered)} of the vision layers, first "
+                f"{covered[0][0]}: only plain weights of vision_tower and mm_projector are read"
             )
 
 
@@ -73,40 +74,28 @@ def _schemes(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
             if not scheme or scheme in of_text:  # a copy of the text model's own
                 continue
             if not isinstance(scheme, Mapping):
-                raise CheckpointError(f"config.json: {where}{name} must be an object, got {scheme!r}")
+                raise CheckpointError(f"config.json: {where}{name} must be an object, got {shown(scheme)}")
             yield where + name, scheme
 
 
-def _covers(scheme: Mapping[str, Any], layer: Layer) -> bool:
+def _covered(scheme: Mapping[str, Any], num_layers: int) -> list[Layer]:
     if scheme.get("quant_method") in _TEXT_ONLY:
-        return False
+        return []
     groups = scheme.get("config_groups")
-    if isinstance(groups, Mapping) and not any(_targets(group, layer) for group in groups.values()):
-        return False
-    patterns = [pattern for name in _EXCLUSIONS for pattern in _strings(scheme.get(name))]
-    return not any(_names(pattern, layer) for pattern in patterns)
+    targeted = [_targets(group) for group in groups.values()] if isinstance(groups, Mapping) else [None]
+    excluded = Matcher([pattern for name in _EXCLUSIONS for pattern in _strings(scheme.get(name))])
+    return [
+        layer
+        for layer in vision_layers(num_layers)
+        if any(target is None or target.matches(layer) for target in targeted) and not excluded.matches(layer)
+    ]
 
 
-def _targets(group: Any, layer: Layer) -> bool:
+def _targets(group: Any) -> Matcher | None:
+    """What a group targets; None if that is every linear layer."""
     targets = _strings(group.get("targets")) if isinstance(group, Mapping) else []
-    return not targets or any(target == "Linear" or _names(target, layer) for target in targets)
+    return Matcher(targets) if targets and "Linear" not in targets else None
 
 
 def _strings(value: Any) -> list[str]:
-    return [str(part) for part in value] if isinstance(value, list) else []
-
-
-def _names(pattern: str, layer: Layer) -> bool:
-    return any(_matches(pattern, name) for name in layer)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Three ways of naming layers are in use: expressions after `re:`, wildcards, and beginnings or parts of names."""
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], name) is not None
-        except re.error as error:
-            raise CheckpointError(f"config.json: {pattern!r} is not a regular expression: {error}") from error
-    if "*" in pattern:
-        return fnmatchcase(name, pattern)
-    return name.startswith(pattern) or f".{pattern}." in f".{name}."
+    return [part for part in value if isinstance(part, str)] if isinstance(value, list) else []

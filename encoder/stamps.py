@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Final
 
-from encoder.errors import CheckpointError
+from encoder.files import exists, unusable
 
 SETTLED_NS: Final = 3_000_000_000
 """A file that changed less than this before it was read may change again within the same tick of its file system's
@@ -32,8 +32,13 @@ def stamp_files(paths: Sequence[Path]) -> tuple[Stamp, ...]:
     try:
         states = [os.stat(path) for path in paths]
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+        raise unusable(error.filename, error) from error
     return tuple(Stamp(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in states)
+
+
+def stamp_present(paths: Sequence[Path]) -> tuple[Stamp | None, ...]:
+    """Return the state of each file as `stamp_files` does, None for one that is not there."""
+    return tuple(stamp_files([path])[0] if exists(path) else None for path in paths)
 
 
 def are_settled(stamps: Sequence[Stamp], now_ns: int) -> bool:

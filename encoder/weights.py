@@ -6,23 +6,24 @@ files that hold vision tensors are opened.
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 
 from encoder.errors import CheckpointError
+from encoder.files import exists, read_json, shown
 from encoder.moonvit import MoonViT
 from encoder.names import Place, place
-from encoder.source import ModelSource, read_json
+from encoder.source import INDEX_FILE, SINGLE_FILE, ModelSource
+from encoder.tensors import BUFFER_BYTES, READABLE_DTYPES, StoredTensor, opened_tensors
 
 PRESET_SEED: Final = 25
-SINGLE_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
-READABLE_DTYPES: Final = ("F32", "BF16", "F16")
 QUANTIZED_DTYPES: Final = ("I", "U", "F8_", "F6_", "F4")
 """Beginnings of the dtypes that no plain weight has."""
 QUANTIZED_NAME: Final = re.compile(
@@ -31,14 +32,21 @@ QUANTIZED_NAME: Final = re.compile(
 )
 """Tensors that a quantized layer has in place of its weight, or beside it."""
 
+MAX_LISTED: Final = 50
+"""Faults that an error lists; the others are counted."""
+MAX_LISTED_CHARS: Final = 3000
+MAX_LINE: Final = 200
+
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+Stored: TypeAlias = Sequence[tuple[Place, StoredTensor]]
+Table: TypeAlias = Mapping[str, str]
 
 
 def build_model(source: ModelSource, dtype: torch.dtype) -> MoonViT:
     """Return the model of a source on the CPU, its parameters private copies in `dtype`.
 
-    Raises `CheckpointError` listing every vision tensor that is missing, extra, repeated, quantized, or of the wrong
-    shape or dtype.
+    Raises `CheckpointError` listing every vision tensor that is missing, extra, repeated, quantized, in another file
+    than the index says, or of the wrong shape or dtype.
     """
     with torch.device("meta"):
         model = MoonViT(source.config)
@@ -71,16 +79,19 @@ def _scaled(name: str, draw: torch.Tensor) -> torch.Tensor:
 def read_parameters(folder: Path, shapes: Shapes, num_heads: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the parameters of these names and shapes from the safetensors of a folder, converted to `dtype`.
 
-    Files are memory-mapped while read and copied from, so that a later change of a file cannot reach the result.
-    Raises `CheckpointError` as `build_model` does, and for files that are missing or damaged.
+    Tensors are read into them, so that a later change of a file cannot reach the result. Raises `CheckpointError` as
+    `build_model` does, and for files that are missing, damaged, or become shorter meanwhile.
     """
+    table = _vision_table(folder)
     with ExitStack() as stack:
-        stored = _stored_tensors([_open(stack, path) for path in vision_files(folder)])
-        if faults := _faults(stored, shapes):
-            raise CheckpointError("\n  ".join([f"{folder}: vision tensors do not fit the model", *faults]))
+        files = [stack.enter_context(opened_tensors(path)) for path in _files_of(folder, table)]
+        stored = [(target, tensor) for file in files for tensor in file if (target := place(tensor.name))]
+        if faults := _faults(stored, shapes, table):
+            raise CheckpointError("\n  ".join([f"{folder}: vision tensors do not fit the model", *_first(faults)]))
         parameters = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-        for name, (target, file) in stored.items():
-            target.fill(parameters[target.parameter], file.get_tensor(name), num_heads)
+        buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+        for target, tensor in stored:
+            target.fill(parameters[target.parameter], partial(tensor.read_into, buffer=buffer), num_heads)
     return parameters
 
 
@@ -89,44 +100,50 @@ def vision_files(folder: Path) -> list[Path]:
 
     Raises `CheckpointError` if there is neither a single file nor an index, or if the index is unusable.
     """
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.exists():
-        return [single]
-    if not index.exists():
+    return _files_of(folder, _vision_table(folder))
+
+
+def _files_of(folder: Path, table: Table | None) -> list[Path]:
+    return [folder / name for name in sorted(set(table.values()))] if table else [folder / SINGLE_FILE]
+
+
+def _vision_table(folder: Path) -> Table | None:
+    """The file of every vision tensor, by the index; None if all are in one file, which goes before an index."""
+    if exists(folder / SINGLE_FILE):
+        return None
+    index = folder / INDEX_FILE
+    if not exists(index):
         raise CheckpointError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}")
     table = read_json(index).get("weight_map")
-    files = sorted({str(file) for name, file in table.items() if place(name)}) if isinstance(table, dict) else []
+    files = {name: file for name, file in table.items() if place(name)} if isinstance(table, dict) else {}
     if not files:
         raise CheckpointError(f"{index}: weight_map names no vision tensor")
-    if foreign := [file for file in files if Path(file).name != file]:
-        raise CheckpointError(f"{index}: files must lie beside the index: {', '.join(foreign)}")
-    return [folder / file for file in files]
+    if foreign := [shown(file) for file in files.values() if not _is_plain(file)]:
+        raise CheckpointError(f"{index}: files must lie beside the index: {', '.join(dict.fromkeys(foreign[:10]))}")
+    return files
 
 
-def _open(stack: ExitStack, path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+def _is_plain(file: object) -> bool:
+    """Whether it is the name of a file, and no path."""
+    return isinstance(file, str) and file not in ("", ".", "..") and not set(file) & set("/\0")
 
 
-def _stored_tensors(files: list[Any]) -> dict[str, tuple[Place, Any]]:
-    named = ((name, place(name), file) for file in files for name in file.keys())  # noqa: SIM118
-    return {name: (target, file) for name, target, file in named if target}
+def _faults(stored: Stored, shapes: Shapes, table: Table | None) -> list[str]:
+    faults = [fault for target, tensor in stored if (fault := _fault(target, tensor, shapes))]
+    return sorted(faults + _misplaced(stored, table) + _incomplete(stored, shapes))
 
 
-def _faults(stored: Mapping[str, tuple[Place, Any]], shapes: Shapes) -> list[str]:
-    faults = []
-    for name, (target, file) in stored.items():
-        piece = file.get_slice(name)
-        if fault := _fault(name, target, tuple(piece.get_shape()), piece.get_dtype(), shapes):
-            faults.append(fault)
-    return sorted(faults + _incomplete([target for target, _ in stored.values()], shapes))
+def _first(faults: list[str]) -> list[str]:
+    """The first faults, as many as a message has room for, and how many more there are."""
+    lines = [fault if len(fault) <= MAX_LINE else f"{fault[:MAX_LINE]}..." for fault in faults[:MAX_LISTED]]
+    ends = accumulate(len(line) for line in lines)
+    shown_lines = [line for line, end in zip(lines, ends, strict=True) if end <= MAX_LISTED_CHARS]
+    hidden = len(faults) - len(shown_lines)
+    return [*shown_lines, f"and {hidden} more"] if hidden else shown_lines
 
 
-def _fault(name: str, target: Place, shape: tuple[int, ...], dtype: str, shapes: Shapes) -> str | None:
+def _fault(target: Place, tensor: StoredTensor, shapes: Shapes) -> str | None:
+    name, dtype, shape = tensor.name, tensor.dtype, tensor.shape
     readable = f"{name} is {dtype}, readable are {', '.join(READABLE_DTYPES)}"
     if target.parameter not in shapes:
         return f"quantized: {name} belongs to a quantized layer" if QUANTIZED_NAME.fullmatch(name) else f"extra: {name}"
@@ -137,11 +154,31 @@ def _fault(name: str, target: Place, shape: tuple[int, ...], dtype: str, shapes:
     return None if dtype in READABLE_DTYPES else f"wrong dtype: {readable}"
 
 
-def _incomplete(places: list[Place], shapes: Shapes) -> list[str]:
-    faults = [f"repeated: {target.label}" for target, times in Counter(places).items() if times > 1]
+def _misplaced(stored: Stored, table: Table | None) -> list[str]:
+    """Of a tensor that the index has in another file, or in none, nobody can say which file is the right one."""
+    found = [] if table is None else [(tensor, table.get(tensor.name)) for _, tensor in stored]
+    return [
+        f"misplaced: {tensor.name} is in {tensor.path.name}, the index says {file or 'nothing of it'}"
+        for tensor, file in found
+        if file != tensor.path.name
+    ]
+
+
+def _incomplete(stored: Stored, shapes: Shapes) -> list[str]:
+    places: dict[Place, list[str]] = defaultdict(list)
+    parts: dict[str, set[str]] = defaultdict(set)
+    for target, tensor in stored:
+        places[target].append(tensor.path.name)
+        parts[target.parameter].add(target.part)
+    faults = [_repeated(target, files) for target, files in places.items() if len(files) > 1]
     for name in shapes:
-        found = {target.part for target in places if target.parameter == name}
+        found = parts[name]
         wanted = {"q", "k", "v"} if found - {""} else {""}
         faults += [f"missing: {Place(name, part).label}" for part in wanted - found]
         faults += [f"repeated: {Place(name, part).label}" for part in found - wanted]
     return faults
+
+
+def _repeated(target: Place, files: list[str]) -> str:
+    where = f" is in {' and in '.join(sorted(set(files)))}" if len(set(files)) > 1 else ""
+    return f"repeated: {target.label}{where}"

@@ -6,6 +6,8 @@ with mmcache.connect() as client:
             use(lease.tensor)
 """
 
+import typing
+
 from mmcache._version import __version__
 from mmcache.client import Client, connect
 from mmcache.errors import (
@@ -46,7 +48,11 @@ from mmcache.lease import Lease
 from mmcache.planning import Plan
 from mmcache.refs import SliceRef, StagedRef
 
+if typing.TYPE_CHECKING:
+    from mmcache.aio import AsyncClient
+
 __all__ = [
+    "AsyncClient",
     "CheckpointError",
     "Client",
     "ClientClosed",
@@ -88,3 +94,12 @@ __all__ = [
     "__version__",
     "connect",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    """asyncio is imported by those who use it, and costs others nothing."""
+    if name != "AsyncClient":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from mmcache.aio import AsyncClient
+
+    return AsyncClient

@@ -78,7 +78,7 @@ class AsyncClient(AsyncAsking):
         pump = await self._usable(deadline)
         call = EncodeCall(pump.core, items, deadline, keys=keys, consumers=consumers, errors=errors)
         try:
-            await self._drive(pump, call, is_quick=keys is not None or is_quick(call.items))
+            await self._drive(pump, call, quick=keys is not None or is_quick(call.items))
         except BaseException:
             call.cancel()
             pump.send_what_goes()
@@ -154,11 +154,11 @@ class AsyncClient(AsyncAsking):
             return
         self._loop.call_soon_threadsafe(self._pump.abandon, "the client was dropped")
 
-    async def _drive(self, pump: AsyncPump, call: EncodeCall, is_quick: bool) -> None:
+    async def _drive(self, pump: AsyncPump, call: EncodeCall, quick: bool) -> None:
         """Ask for each part as soon as it is hashed; wait at the end, and when a window is full."""
         deadline, timeout_s = call.deadline, self._timeout_s
         while True:
-            while (part := call.next_part() if is_quick else await pump.in_thread(call.next_part)) is not None:
+            while (part := call.next_part() if quick else await pump.in_thread(call.next_part)) is not None:
                 await self._room(pump, deadline)
                 with pump.turn():
                     call.ask(part)

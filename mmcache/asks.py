@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from mmcache.lease import Served
 
+MAX_MODEL_CHARS = 4096
+
 T = TypeVar("T")
 
 
@@ -68,9 +70,8 @@ def leases(core: ClientCore, limit: int, check: bool) -> Question[dict[str, Any]
 
 
 def reload(core: ClientCore, model: str | os.PathLike[str] | None) -> Question[Fingerprint]:
-    """New weights."""
-    name = os.fspath(model) if model is not None else ""
-    folder = os.path.abspath(os.path.expanduser(name)) if name else ""
+    """New weights. Raises `ConfigError` for what no model can be called."""
+    name, folder = ("", "") if model is None else _model_names(model)
     ask = Ask(core.new_id())
     core.ask(Kind.RELOAD, ask, Reload(ask_id=ask.ask_id, model=name, folder=folder))
 
@@ -82,6 +83,27 @@ def reload(core: ClientCore, model: str | os.PathLike[str] | None) -> Question[F
         return Fingerprint.from_hex(core.served.fingerprint)
 
     return Question(ask, read)
+
+
+def _model_names(model: str | os.PathLike[str]) -> tuple[str, str]:
+    """A model as it is called, and as an absolute path: the sidecar runs in another folder."""
+    name = os.fsdecode(model)
+    if not name:
+        raise ConfigError("model = '': must be a preset's name or a folder")
+    try:
+        folder = os.path.abspath(os.path.expanduser(name))
+        name.encode()
+        folder.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"model = {name!a}: must be UTF-8, with the current folder before it") from None
+    except OSError as error:
+        raise ConfigError(f"model = {name}: the current folder cannot be found: {error.strerror}") from None
+    if len(folder) > MAX_MODEL_CHARS or len(name) > MAX_MODEL_CHARS:
+        raise ConfigError(
+            f"model = {name[:100]}...: {max(len(folder), len(name))} characters as an absolute path, at most "
+            f"{MAX_MODEL_CHARS}"
+        )
+    return name, folder
 
 
 def lookup(keys: Sequence[ContentKey], core: ClientCore, _: float) -> Question[list[str | None]]:

@@ -147,8 +147,14 @@ class Client(Asking):
         """
         wanted = slice_refs(refs)
         results: list[Lease | ItemError] = []
-        for start in range(0, len(wanted), MAX_ITEMS):
-            results += self._open(wanted[start : start + MAX_ITEMS])
+        try:
+            for start in range(0, len(wanted), MAX_ITEMS):
+                results += self._open(wanted[start : start + MAX_ITEMS])
+        except BaseException:
+            for result in results:
+                if isinstance(result, Lease):
+                    result.release()
+            raise
         return opened(refs, results, errors)
 
     def stage(self, item: Any, consumers: int = 1, *, grid: tuple[int, int, int] | None = None) -> StagedRef:

@@ -25,6 +25,10 @@ GROUPS = {
     "media": {"media", "patches"},
     "client": {
         "__init__",
+        "aio",
+        "aio_asking",
+        "aio_link",
+        "aio_pump",
         "asking",
         "asks",
         "client",
@@ -40,6 +44,7 @@ GROUPS = {
         "pump",
         "refs",
         "staging",
+        "supplying",
     },
     "cli": {"__main__"},
 }

@@ -7,6 +7,7 @@ from types import ModuleType
 import mmcache
 
 PUBLIC_SURFACE = [
+    "AsyncClient",
     "CheckpointError",
     "Client",
     "ClientClosed",

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import sys
 
+INTERRUPTED = 130
+
 
 def main() -> None:
-    """Entry point. Exit status: 0 done, 1 it failed, 2 it was called wrongly or a setting is wrong."""
+    """Entry point. Exit status: 0 done, 1 it failed, 2 a setting or the call was wrong, 130 Ctrl-C."""
+    try:
+        status = _run()
+    except KeyboardInterrupt:  # also while a command is still being imported, which takes a second at times
+        status = INTERRUPTED
+    sys.exit(status)
+
+
+def _run() -> int:
     try:
         import click  # noqa: F401
         import rich  # noqa: F401
@@ -14,4 +24,4 @@ def main() -> None:
         sys.exit(f"mmcache: the commands need `pip install 'mmcache[cli]'` ({error})")
     from mmcache.cli.app import run
 
-    sys.exit(run())
+    return run()

@@ -8,6 +8,7 @@ import sys
 import click
 
 from mmcache._version import __version__
+from mmcache.cli import INTERRUPTED
 from mmcache.cli.encode import encode
 from mmcache.cli.leases import leases
 from mmcache.cli.reload import reload
@@ -40,7 +41,7 @@ def run(args: list[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except click.Abort:
-        return 130
+        return INTERRUPTED
     except ConfigError as error:
         click.echo(f"mmcache: {error}", err=True)
         return 2

@@ -15,7 +15,7 @@ from mmcache.server.leases_view import on_leases
 from mmcache.server.lookups import on_lookup
 from mmcache.server.offers import on_open, on_withdraw
 from mmcache.server.puts import on_put
-from mmcache.server.staging import on_stage, on_staged
+from mmcache.server.stage_frames import on_stage, on_staged
 
 if TYPE_CHECKING:
     from mmcache.server.connection import Connection
@@ -57,6 +57,7 @@ def _bye(connection: Connection, holder: Holder, frame: Frame) -> None:
     parse(Bye, frame)
     held = acknowledgements(frame, holder)
     connection.calls.cancel()
+    connection.coordinator.offers.left(holder)
     connection.coordinator.staging.end(connection)  # it has written what it ever will
     for share in holder.shares():
         if (share.slot, share.generation) not in held:

@@ -38,20 +38,20 @@ def _checks(home: Coordinator) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _pools(home: Coordinator) -> list[Pool]:
-    return [rank.pool for rank in (*home.ranks.ready, *home.retired)]
+    return [rank.pool for rank in (*home.ranks.ready, *home.pools.retired)]
 
 
 def _check_index(home: Coordinator) -> None:
     """Every entry is a cached extent of a living pool, filed under its key; no cached extent has no entry."""
-    for key, extent in home.index.items():
+    for key, extent in home.pools.index.items():
         assert extent.key == key, f"{extent!r} is filed under {key.hex()}"
         assert extent.state is ExtentState.CACHED, f"{extent!r} is in the index"
-        rank = home.rank_of(extent)
+        rank = home.pools.rank_of(extent)
         assert rank is not None, f"{extent!r} is in the index, and its pool is gone"
         assert rank.pool is extent.pool, f"{extent!r} is in the index, and another pool has its id"
     num_cached = sum(extent.state is ExtentState.CACHED for rank in home.ranks.ready for extent in rank.pool.extents())
-    num_known = len(home.index) + home.num_to_discard
-    assert len(home.index) <= num_cached <= num_known, f"{num_cached} extents are cached, {num_known} are known"
+    num_known = len(home.pools.index) + home.pools.num_to_discard
+    assert len(home.pools.index) <= num_cached <= num_known, f"{num_cached} extents are cached, {num_known} are known"
 
 
 def _check_shares(home: Coordinator) -> None:

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 RESTART_DELAYS_S = (0.0, 0.1, 0.5, 2.0, 10.0)
 """Before a dead process is replaced, by how many died before it without having done any work."""
+END_GRACE_S = 2.0
+"""A process whose socket is closed is given this long to end by itself: its own status says more than SIGKILL's."""
 
 
 def restart_delay_s(deaths_in_a_row: int) -> float:
@@ -52,6 +54,7 @@ class Child:
         self._on_exit = on_exit
         self._module = module
         self._exited = self._loop.create_future()
+        self._why_killed = ""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with theirs:
@@ -101,8 +104,13 @@ class Child:
         await self._exited
 
     def _channel_closed(self, reason: str) -> None:
-        # A process whose socket is closed has nothing left to do, stopped or broken.
+        # A process whose socket is closed has nothing left to do: it is ending, or it is broken.
         if reason not in ("stopping", "exited"):
+            self._loop.call_later(END_GRACE_S, self._end, reason)
+
+    def _end(self, reason: str) -> None:
+        if not self._exited.done():
+            self._why_killed = f", which was sent because {reason} and it did not end by itself"
             self.kill()
 
     def _died(self) -> None:
@@ -112,7 +120,7 @@ class Child:
         self._exited.set_result(None)
         self.channel.close("exited")
         cause = signal.Signals(-status).name if status < 0 else f"status {status}"
-        self._on_exit(f"{self._module.rsplit('.', 1)[-1]} (pid {self.pid}) ended with {cause}")
+        self._on_exit(f"{self._module.rsplit('.', 1)[-1]} (pid {self.pid}) ended with {cause}{self._why_killed}")
 
 
 def _same_code() -> dict[str, str]:

@@ -8,18 +8,18 @@ import functools
 import logging
 import random
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ipc.errors import ControlExhausted
 from ipc.leases import Holder
-from ipc.pool import Extent, ExtentState
+from ipc.pool import Extent
 from mmcache._version import __version__
 from mmcache.config import Settings
 from mmcache.errors import DeadlineExceeded, EncodeFailed, ItemError, PoolExhausted, TooManyLeases
 from mmcache.keys import Fingerprint
 from mmcache.protocol import PROTOCOL_VERSION, Welcome
-from mmcache.records import GRANT_EXTENT, GRANT_HEAD, ORIGINS
+from mmcache.records import GRANT_HEAD, ORIGINS
 from mmcache.server.background import Background
 from mmcache.server.channel import Poller
 from mmcache.server.connection import Connection
@@ -29,11 +29,13 @@ from mmcache.server.ingest import Ingest
 from mmcache.server.lease_limit import LeaseLimit
 from mmcache.server.misses import MissPath
 from mmcache.server.offers import OpenOffers
+from mmcache.server.pools import Pools
 from mmcache.server.rank import Rank
 from mmcache.server.ranks import Ranks
 from mmcache.server.reload import Reloads
 from mmcache.server.requests import Flight, Request
-from mmcache.server.staging import StagingDesk, claim_slices
+from mmcache.server.stage_frames import claim_slices
+from mmcache.server.staging import StagingDesk
 from mmcache.server.stats import Stats, biggest_holders, snapshot
 from mmcache.server.verify import Verifier
 from mmcache.tiers.tiered import TieredStore
@@ -43,8 +45,6 @@ log = logging.getLogger(__name__)
 POOL, STORE = ORIGINS.index("pool"), ORIGINS.index("store")
 SWEEP_INTERVAL_S = 0.25
 STORE_CLOSE_TIMEOUT_S = 5.0
-DISCARDS_A_TURN = 256
-"""Extents of a replaced model that one turn of the loop gives up."""
 
 
 class Coordinator:
@@ -60,21 +60,16 @@ class Coordinator:
         self.decoders = Decoders(
             self.poller, ingest, seed, settings.max_pixels, settings.orientation, settings.decode_timeout_s
         )
+        self.pools = Pools()
         self.staging = StagingDesk(settings.staging_bytes, settings.staging_bytes_total)
         self.ranks = Ranks(
             self.poller, settings, seed, ingest, self.staging.fd_of, self._pool_added,
-            self._pool_lost, self._evicted,
+            self._pool_lost, self.pools.evicted,
         )  # fmt: skip
         self.staging.on_gone = self.ranks.unmap
         self.connections: set[Connection] = set()
-        self.retired: list[Rank] = []
-        self.num_past_evictions = 0
-        self.num_past_batches = 0
         self._seed = seed
         self._facts: ModelFacts | None = None
-        self._index: dict[bytes, Extent] = {}
-        self.num_to_discard = 0
-        self._ranks_by_pool: dict[int, Rank] = {}
         self._flights: dict[bytes, Flight] = {}
         self.offers = OpenOffers()
         self.misses = MissPath(self)
@@ -121,24 +116,11 @@ class Coordinator:
         """
         before, self._facts = self.facts, facts
         if facts.fingerprint != before.fingerprint:
-            old, self._index = self._index, {}
-            self.num_to_discard += len(old)
-            self._discard(list(old.values()))
+            self.pools.withdraw_all()
         if facts != before:
             for connection in list(self.connections):
                 if connection.is_open:
                     connection.tell_model(facts)
-
-    def _discard(self, extents: list[Extent]) -> None:
-        """Free the extents, a bounded number at once: the pool may evict the others meanwhile."""
-        for extent in extents[-DISCARDS_A_TURN:]:
-            rank = self._ranks_by_pool.get(extent.pool_id)
-            if rank is not None and extent.state is ExtentState.CACHED:
-                rank.pool.discard(extent)
-        self.num_to_discard -= min(len(extents), DISCARDS_A_TURN)
-        del extents[-DISCARDS_A_TURN:]
-        if extents:
-            self._loop.call_soon(self._discard, extents)
 
     def closed(self) -> None:
         """A connection's socket was closed."""
@@ -163,7 +145,7 @@ class Coordinator:
 
     def _look_up(self, request: Request) -> list[int]:
         """Grant every position that the pool has. Returns the others."""
-        find, grant, shares, pack = self._index.get, request.holder.grant, request.shares, GRANT_HEAD.pack
+        find, grant, shares, pack = self.pools.index.get, request.holder.grant, request.shares, GRANT_HEAD.pack
         records: list[Any] = []
         misses: list[int] = []
         for position, key in enumerate(request.keys):
@@ -187,7 +169,7 @@ class Coordinator:
         waiters, flight.waiters = flight.waiters, {}
         new: list[Flight] = []
         for request, position in waiters:
-            if (extent := self._index.get(request.keys[position])) is not None:
+            if (extent := self.pools.get(request.keys[position])) is not None:
                 self._grant(request, position, extent, POOL)
             else:
                 new += self._deduplicate(request, [position])
@@ -215,25 +197,14 @@ class Coordinator:
 
         As `cache`, it is False if that is another's.
         """
-        is_new = self.cache(flight.key, rank, extent, seconds, shape)
-        extent = self._index[flight.key]
+        is_new = self.pools.cache(flight.key, rank, extent, seconds, shape)
+        extent = self.pools.index[flight.key]
         waiters, flight.waiters = flight.waiters, {}
         for request, position in waiters:
             self._grant(request, position, extent, origin)
         if origin == STORE:
             self.verifier.store_hits(waiters)
         return is_new
-
-    def cache(self, key: bytes, rank: Rank, extent: Extent, seconds: float, shape: tuple[int, ...]) -> bool:
-        """Complete and guarded bytes go into the index. False, and they are dropped, if a client's put was faster."""
-        if key in self._index:
-            rank.pool.abandon(extent)
-            return False
-        tokens, t, h, w = shape
-        record = GRANT_EXTENT.pack(extent.pool_id, tokens, extent.offset, extent.nbytes, t, h, w)
-        rank.pool.publish(extent, key, seconds, record)
-        self._index[key] = extent
-        return True
 
     def _grant(self, request: Request, position: int, extent: Extent, origin: int) -> None:
         holder = request.holder
@@ -248,29 +219,10 @@ class Coordinator:
             share = holder.grant(extent)
         request.send_grant(position, share, extent, origin)
 
-    def cached(self, key: bytes) -> Extent | None:
-        """The extent in which a content key is cached."""
-        return self._index.get(key)
-
-    @property
-    def index(self) -> Mapping[bytes, Extent]:
-        """What is cached, by content key."""
-        return self._index
-
-    def rank_of(self, extent: Extent) -> Rank | None:
-        """The living rank whose pool an extent is in."""
-        return self._ranks_by_pool.get(extent.pool_id)
-
     @property
     def has_time(self) -> bool:
         """Whether no request waits for a decoder or for room in a pool."""
         return self.decoders.is_idle and not self.misses.waits_for_room
-
-    def withdraw(self, extent: Extent) -> None:
-        """Serve an embedding no more. Leases on it stay valid."""
-        if (rank := self.rank_of(extent)) is not None and extent.key and self._index.get(extent.key) is extent:
-            del self._index[extent.key]
-            rank.pool.discard(extent)
 
     def end(self, flight: Flight) -> None:
         """A flight is over: the next miss of its key starts a new one."""
@@ -291,32 +243,22 @@ class Coordinator:
         return late_error
 
     def _pool_added(self, rank: Rank) -> None:
-        self._ranks_by_pool[rank.pool_id] = rank
+        self.pools.add(rank)
         for connection in list(self.connections):
             if connection.is_open:
                 connection.add_pool(rank)
 
     def _pool_lost(self, rank: Rank) -> None:
-        del self._ranks_by_pool[rank.pool_id]
-        rank.pool.retire()
-        self.retired.append(rank)
-        self.num_past_evictions += rank.pool.num_evictions
-        self.num_past_batches += rank.batcher.num_batches
+        self.pools.lose(rank)
         for connection in list(self.connections):
             if connection.is_open:
                 connection.drop_pool(rank.pool_id)
-
-    def _evicted(self, extent: Extent) -> None:
-        if extent.key is not None and self._index.get(extent.key) is extent:
-            del self._index[extent.key]
 
     def sweep(self) -> None:
         """End the leases that clients acknowledged, and give back pools that nobody reads any more."""
         for connection in list(self.connections):
             connection.sweep()
-        for rank in [rank for rank in self.retired if rank.pool.is_idle]:
-            self.retired.remove(rank)
-            rank.close_pool()
+        self.pools.sweep()
 
     def _sweep_regularly(self) -> None:
         self.sweep()

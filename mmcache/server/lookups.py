@@ -27,7 +27,7 @@ def on_lookup(connection: Connection, _: Holder, frame: Frame) -> None:
     ask_id, keys = parse_lookup(frame)
     home = connection.coordinator
     home.background.admit(connection)
-    codes = bytearray(POOL if home.cached(key) is not None else NOWHERE for key in keys)
+    codes = bytearray(POOL if home.pools.get(key) is not None else NOWHERE for key in keys)
     reply = partial(_reply, connection, ask_id, codes)
     if NOWHERE not in codes:
         reply()
@@ -47,7 +47,7 @@ async def ask_store(home: Coordinator, keys: Sequence[bytes], codes: bytearray, 
     entries = await home.store.find(names)
     is_wrong = home.verifier.is_condemned
     for place, name, entry in zip(places, names, entries, strict=True):
-        if home.cached(keys[place]) is not None:  # it came meanwhile
+        if home.pools.get(keys[place]) is not None:  # it came meanwhile
             codes[place] = POOL
         elif entry is not None and entry.dtype == facts.dtype and entry.shape[1] == facts.dim and not is_wrong(name):
             codes[place] = STORE

@@ -7,10 +7,8 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING
 
-from encoder.errors import ImageError
-from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
 from ipc.pool import Extent
-from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, SliceGone, UnsupportedItem
+from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, SliceGone
 from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.records import ORIGINS
 from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
@@ -19,7 +17,8 @@ from mmcache.server.facts import ModelFacts
 from mmcache.server.placing import AbandonedError, GaveWayError, Placing
 from mmcache.server.rank import Rank
 from mmcache.server.requests import Flight, Waiter
-from mmcache.server.staged import OVER, StagedPixels, StagedSlice
+from mmcache.server.sources import SUPPLY_PATIENCE_S, blame, is_written, sizes
+from mmcache.server.staged import StagedPixels
 from mmcache.tiers.base import Entry
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENCODED, STORE = ORIGINS.index("encoded"), ORIGINS.index("store")
-SUPPLY_PATIENCE_S = 1.0
-"""A client that has not sent bytes after this long is asked no longer alone, if another client waits for them too."""
 MAX_TRIES = 2
 """Of encoding one item with one model."""
 
@@ -133,7 +130,7 @@ class MissPath:
             except (ContentMismatch, SliceGone) as error:
                 if not isinstance(pixels, StagedPixels):
                     raise
-                _blame(flight, pixels.slice, error)
+                blame(flight, pixels.slice, error)
             else:
                 return
             finally:
@@ -146,7 +143,7 @@ class MissPath:
         """What a waiter has staged, or else the bytes that it is asked for, one waiter after the other."""
         while (first := flight.first()) is not None:
             if (staged := first[0].slices.get(first[1])) is not None:
-                if await _is_written(flight, staged):
+                if await is_written(flight, staged):
                     return StagedPixels(staged)
                 continue
             async with first[0].window:
@@ -227,7 +224,7 @@ class MissPath:
         if self._home.publish(flight, rank, extent, seconds, (tokens, *grid), ENCODED):
             self.write_behind(rank, extent, (tokens, *grid))
         if isinstance(pixels, StagedPixels):  # whoever needed it may have left
-            pixels.slice.cached(rank.pool, self._home.index[flight.key])
+            pixels.slice.cached(rank.pool, self._home.pools.index[flight.key])
         return True
 
     def write_behind(self, rank: Rank, extent: Extent, shape: tuple[int, ...]) -> None:
@@ -260,45 +257,3 @@ class MissPath:
                 self._home.end(flight)
 
         task.add_done_callback(ended)
-
-
-async def _is_written(flight: Flight, staged: StagedSlice) -> bool:
-    """Wait for the client that stages it. False when the flight's first waiter is another by now, or has failed."""
-    flight.stage = "staged by its client"
-    while not staged.is_written and not staged.is_over:
-        staged.changed.clear()
-        try:
-            async with asyncio.timeout(SUPPLY_PATIENCE_S):
-                await staged.changed.wait()
-        except TimeoutError:
-            if flight.pass_on():
-                return False
-    if staged.is_over:
-        _blame(flight, staged, SliceGone(OVER))
-        return False
-    first = flight.first()
-    return first is not None and first[0].slices.get(first[1]) is staged
-
-
-def _blame(flight: Flight, staged: StagedSlice, error: ItemError) -> None:
-    """Whoever named a slice that is not what it claims to be gets the error; others go on waiting."""
-    for request, position in list(flight.waiters):
-        if request.slices.get(position) is staged:
-            flight.leave(request, position)
-            request.fail(position, error)
-
-
-def sizes(pixels: Pixels | StagedPixels, facts: ModelFacts) -> tuple[Grid, int, int]:
-    """Grid, patches and tokens of an item.
-
-    Raises:
-        UnsupportedItem: the model does not take a chunk of that many frames, or such rows.
-    """
-    try:
-        if isinstance(pixels, StagedPixels):
-            grid = pixels.grid(facts)
-        else:
-            grid = grid_thw(pixels.width, pixels.height, facts.processor, pixels.num_frames)
-    except ImageError as error:
-        raise UnsupportedItem(str(error)) from error
-    return grid, num_patches(grid), num_tokens(grid, facts.processor.merge_size)

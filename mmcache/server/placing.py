@@ -8,6 +8,7 @@ seen none of it: a call is handed out as a whole. What was taken back is settled
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -150,7 +151,8 @@ class Placing:
 
         Returns whether something was done.
         """
-        return any([self._fail_hopeless(place.owner, nbytes), self._recall_one(place), self._have_one_give_way()])
+        done = [self._fail_hopeless(place.owner, nbytes), self._recall_one(place), self._have_one_give_way()]
+        return any(done) or self._end_one(place, nbytes)
 
     def _have_one_give_way(self) -> bool:
         """An earlier call than the last in the queue waits for ingest memory: while the head waits, none is freed."""
@@ -186,6 +188,39 @@ class Placing:
                 return True
         return False
 
+    def _end_one(self, head: Place[Flight], nbytes: int) -> bool:
+        """What was staged is not taken back: if only such grants are in the way, the latest call that has them ends.
+
+        It gets errors for what it still waits for, and its user what it has.
+        """
+        later = list(self._later_calls(head.order))
+        stuck = next((call for call in later if any(map(_has_staged, call.requests))), None)
+        if stuck is None or not self._fits_without(later, nbytes):
+            return False
+        reason = "an earlier call needs the room that this one's staged items took, and these cannot be encoded again"
+        for place in self._queue:
+            for request, position in list(place.owner.waiters):
+                if request.call is stuck:
+                    place.owner.leave(request, position)
+                    request.fail(position, PoolExhausted(reason))
+        return True
+
+    def _fits_without(self, calls: Sequence[Call], nbytes: int) -> bool:
+        """Whether there would be room if these calls had nothing, and all others kept what they have."""
+        held = Counter(
+            share.extent
+            for call in calls
+            for request in call.requests
+            for share in request.shares.values()
+            if share.state in UNENDED
+        )
+        for rank in self._home.ranks.ready:
+            busy = (extent for extent in rank.pool.extents() if extent.is_busy or extent.state is ExtentState.WRITING)
+            kept = {extent for extent in busy if held[extent] < extent.num_shares + extent.num_pins or not held[extent]}
+            if _largest_gap(rank.pool, kept) >= nbytes:
+                return True
+        return False
+
     def _later_calls(self, order: int) -> Iterator[Call]:
         seen = set()
         for place in reversed(self._queue):
@@ -203,7 +238,7 @@ class Placing:
             for position, share in request.shares.items()
             if share.state in UNENDED
             and position not in request.staged
-            and self._home.rank_of(cast("Extent", share.extent)) is not None
+            and self._home.pools.rank_of(cast("Extent", share.extent)) is not None
         ]
 
     def _recall(self, call: Call, found: Sequence[tuple[Request, Sequence[int]]]) -> None:
@@ -242,6 +277,10 @@ def _hopeless(call: Call, nbytes: int, pools: Sequence[Pool]) -> str:
         f"this call itself holds {held} of {total} bytes of the pool, and nowhere between them is room for {nbytes}"
     )
     return f"{reason}; ask for fewer items at once, or raise pool_bytes"
+
+
+def _has_staged(request: Request) -> bool:
+    return any(position in request.staged and share.state in UNENDED for position, share in request.shares.items())
 
 
 def _own_extents(call: Call) -> set[Extent]:

@@ -119,7 +119,7 @@ class _PutCall:
     async def _cache(self) -> bool:
         num_tries = 0
         while num_tries < MAX_TRIES:
-            if self._home.cached(self._put.key) is not None:
+            if self._home.pools.get(self._put.key) is not None:
                 return False
             try:
                 rank, extent = await self._copied()
@@ -166,7 +166,7 @@ class _PutCall:
             rank.pool.abandon(extent)
             raise
         seconds = put.cost_seconds or rank.cost.item_seconds(num_patches(put.grid))
-        if not self._home.cache(put.key, rank, extent, seconds, (put.num_tokens, *put.grid)):
+        if not self._home.pools.cache(put.key, rank, extent, seconds, (put.num_tokens, *put.grid)):
             return False
         self._home.stats.put += 1
         self._home.misses.write_behind(rank, extent, (put.num_tokens, *put.grid))

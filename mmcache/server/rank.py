@@ -198,4 +198,4 @@ class Rank:
             (model, done), self._loading = self._loading, None
             why = f"rank {self.index} died while it loaded it beside the one that is served"
             if not done.cancelled():
-                done.set_exception(SidecarError(f"model = {model}: {why}: {reason}"))
+                done.set_exception(SidecarError(f"model = {model}: {why}: {self.failure or reason}"))

@@ -22,7 +22,6 @@ from encoder.difference import difference
 from encoder.errors import EncoderError
 from encoder.model import Item, all_finite
 from encoder.source import resolve_model
-from ipc.errors import IpcError
 from ipc.memory_shm import ReadOnlyRegion, SharedRegion
 from mmcache.errors import ConfigError, ConnectionLost
 from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
@@ -45,6 +44,7 @@ from mmcache.server.messages import (
 )
 from mmcache.server.rank_model import RankModel, load_model
 from mmcache.server.rank_staging import StagedReader
+from mmcache.server.reasons import FAILURES, reason_of
 from mmcache.transport import BlockingChannel, take_descriptors
 
 
@@ -139,13 +139,13 @@ class Rank:
         try:
             resolve_model(load.model)
         except EncoderError as error:
-            return Loaded(error=ConfigError.__name__, reason=str(error))
+            return Loaded(error=ConfigError.__name__, reason=reason_of(error))
+        except FAILURES as error:
+            return Loaded(error=type(error).__name__, reason=reason_of(error))
         try:
             self._next = load_model(self._start, load.model, load.known, before=self._model)
-        except EncoderError as error:
-            return Loaded(error=type(error).__name__, reason=str(error))
-        except (OSError, RuntimeError, MemoryError, ValueError) as error:
-            return Loaded(error=type(error).__name__, reason=f"{type(error).__name__}: {error}"[:1000])
+        except FAILURES as error:
+            return Loaded(error=type(error).__name__, reason=reason_of(error))
         return Loaded(report=self._next.report)
 
     def _run(self, run: Run) -> Ran:
@@ -157,8 +157,8 @@ class Rank:
             good = [place for place in places if place in items]
             outs = [self._out(run.extents[place], run.num_tokens[place]) for place in good]
             found = dict(zip(good, self._model.encoder.encode([items[place] for place in good], outs), strict=True))
-        except (RuntimeError, MemoryError, ValueError) as error:
-            return Ran(batch_id=run.batch_id, seconds=0.0, error=f"{type(error).__name__}: {error}"[:1000])
+        except FAILURES as error:
+            return Ran(batch_id=run.batch_id, seconds=0.0, error=reason_of(error))
         finite = [found.get(place, False) for place in places]
         false_claims = [place for place in places if place not in items]
         seconds = time.perf_counter() - started
@@ -206,22 +206,27 @@ def _end_process(fault: threading.ExceptHookArgs) -> None:
     os._exit(1)
 
 
+def _started(channel: BlockingChannel) -> Rank:
+    """A rank that has announced itself. Ends the process if it cannot start, when it has said why."""
+    try:
+        rank = Rank(channel)
+        rank.announce()
+    except ConnectionLost:
+        raise
+    except FAILURES as error:
+        failed = StartFailed(error=type(error).__name__, reason=reason_of(error))
+        channel.send(pack_frame(Kind.START_FAILED, failed))
+        sys.exit(1)
+    return rank
+
+
 def main() -> None:
     """Entry point of the process."""
     threading.excepthook = _end_process
     channel = connect_to_parent(sys.argv)
-    try:
-        rank = Rank(channel)
-        rank.announce()
-        rank.serve()
+    with contextlib.suppress(ConnectionLost):  # the sidecar stops, maybe because another rank has failed first
+        _started(channel).serve()
         os._exit(0)  # an interpreter with torch takes half a second to take itself down, which gives nothing back
-    except (EncoderError, IpcError, OSError, MemoryError) as error:
-        if isinstance(error, ConnectionLost):
-            return
-        failed = StartFailed(error=type(error).__name__, reason=str(error))
-        with contextlib.suppress(ConnectionLost):  # another rank may have failed first
-            channel.send(pack_frame(Kind.START_FAILED, failed))
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 WARM_TIMEOUT_S = 30.0
 """A reload waits this long for a rank, when all of them are being restarted."""
+LOAD_TIMEOUT_S = 600.0
+"""A rank that has not loaded a model by then is replaced: what it reads from may never answer."""
 
 
 class Ranks:
@@ -117,7 +119,7 @@ class Ranks:
         await self._one_warm_rank(model)
         try:
             while missing := [rank for rank in self._living() if rank.facts is not None and rank.next is None]:
-                await _all_done([rank.load(model) for rank in missing])
+                await self._all_done({rank.load(model): rank for rank in missing})
             found = [rank.next[0] for rank in self._living() if rank.next is not None]
             if not found:
                 raise SidecarError(f"model = {model}: no rank is alive any more")
@@ -127,6 +129,22 @@ class Ranks:
             self.unload()
             raise
         return found[0]
+
+    async def _all_done(self, loads: dict[asyncio.Future[None], Rank]) -> None:
+        """Wait for all, however each ends; then raise the first failure. Who cancels this cancels them."""
+        try:
+            _, late = await asyncio.wait(loads, timeout=LOAD_TIMEOUT_S)
+            for load in late:
+                loads[load].failure = SidecarError(f"it did not load a model within {LOAD_TIMEOUT_S:g} s")
+                loads[load].child.kill()
+            if late:  # its death is their failure
+                await asyncio.wait(late)
+        except asyncio.CancelledError:
+            for load in loads:
+                load.cancel()
+            raise
+        for failure in filter(None, [load.exception() for load in loads]):
+            raise failure
 
     async def pause(self) -> None:
         """Begin no batch; returns when none is running. Ends with `switch` or `unload`."""
@@ -222,15 +240,3 @@ class Ranks:
         self._deaths_in_a_row[index] += 1
         self.num_restarts += 1
         self._loop.call_later(delay_s, self._spawn, index)
-
-
-async def _all_done(loads: list[asyncio.Future[None]]) -> None:
-    """Wait for all, however each ends; then raise the first failure. Who cancels this cancels them."""
-    try:
-        await asyncio.wait(loads)
-    except asyncio.CancelledError:
-        for load in loads:
-            load.cancel()
-        raise
-    for failure in filter(None, [load.exception() for load in loads]):
-        raise failure

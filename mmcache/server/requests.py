@@ -280,7 +280,7 @@ class Request:
     def _end_slice(self, position: int, extent: Extent) -> None:
         """A position that named a staged slice has its embedding."""
         if (staged := self.slices.pop(position, None)) is not None:
-            if (rank := self.connection.coordinator.rank_of(extent)) is not None:
+            if (rank := self.connection.coordinator.pools.rank_of(extent)) is not None:
                 staged.cached(rank.pool, extent)
             staged.ended(None)
 

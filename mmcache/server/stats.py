@@ -48,7 +48,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
     holders = [connection.holder for connection in coordinator.connections if connection.holder is not None]
     quarantined = [holder for holder in holders if holder.state is HolderState.QUARANTINED]
     ranks = coordinator.ranks
-    pools = [rank.pool for rank in (*ranks.ready, *coordinator.retired)]
+    pools = [rank.pool for rank in (*ranks.ready, *coordinator.pools.retired)]
     return {
         "version": __version__,
         "pid": os.getpid(),
@@ -84,7 +84,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "bytes_used": sum(rank.pool.bytes_used for rank in ranks.ready),
             "bytes_leased": sum(pool.bytes_leased for pool in pools),
             "entries": sum(rank.pool.num_extents for rank in ranks.ready),
-            "evictions": coordinator.num_past_evictions + sum(rank.pool.num_evictions for rank in ranks.ready),
+            "evictions": coordinator.pools.num_past_evictions + sum(rank.pool.num_evictions for rank in ranks.ready),
             "room_waits": stats.room_waits,
             "recalls": stats.recalls,
         },
@@ -103,7 +103,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
         "staging": coordinator.staging.counters(),
         "encode": {
             "seconds": round(stats.encode_seconds, 6),
-            "batches": coordinator.num_past_batches + sum(rank.batcher.num_batches for rank in ranks.ready),
+            "batches": coordinator.pools.num_past_batches + sum(rank.batcher.num_batches for rank in ranks.ready),
             "queued": sum(len(rank.batcher) for rank in ranks.ready),
         },
         "store": coordinator.store.counters(),

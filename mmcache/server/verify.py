@@ -22,9 +22,9 @@ from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
 from mmcache.server.decoders import Supplied
 from mmcache.server.ingest import IngestBusyError
 from mmcache.server.messages import Compared
-from mmcache.server.misses import sizes
 from mmcache.server.rank import Rank
 from mmcache.server.requests import Request, Waiter
+from mmcache.server.sources import sizes
 
 if TYPE_CHECKING:
     from mmcache.server.connection import Connection
@@ -158,7 +158,7 @@ class Verifier:
 
     def _ask(self, request: Request, position: int) -> None:
         self.counters["sampled"] += 1
-        extent = self._home.cached(request.keys[position])
+        extent = self._home.pools.get(request.keys[position])
         if extent is None or not self._may_ask(request.connection) or self._free_rank(extent) is None:
             self.counters["dropped"] += 1
             return
@@ -177,7 +177,7 @@ class Verifier:
 
     def _free_rank(self, extent: Extent) -> Rank | None:
         """The rank that an extent is in, if neither it nor any other part is busy with requests."""
-        rank = self._home.rank_of(extent)
+        rank = self._home.pools.rank_of(extent)
         is_free = rank is not None and not len(rank.batcher) and self._home.has_time
         return rank if is_free else None
 
@@ -198,7 +198,7 @@ class Verifier:
         """What is wrong with a cached embedding; empty if nothing is."""
         extent = expected.extent
         rank = self._free_rank(extent)
-        if rank is None or extent.key is None or self._home.cached(extent.key) is not extent:
+        if rank is None or extent.key is None or self._home.pools.get(extent.key) is not extent:
             raise _NoVerdictError
         rank.pool.pin(extent)
         try:
@@ -212,7 +212,7 @@ class Verifier:
     async def _compare(self, rank: Rank, extent: Extent, key: bytes, supplied: Supplied) -> str:
         pixels = await self._home.decoders.decode(supplied, key, is_urgent=False)
         try:
-            if self._home.cached(key) is not extent:  # it was removed, or the model changed
+            if self._home.pools.get(key) is not extent:  # it was removed, or the model changed
                 raise _NoVerdictError
             grid, patches, tokens = sizes(pixels, self._home.facts)
             assert isinstance(extent.info, bytes), "it was published with its half of a grant record"
@@ -227,7 +227,7 @@ class Verifier:
                 raise _NoVerdictError
             try:
                 await rank.batcher.submit(EncodeJob(pixels, fresh, patches, tokens, cost_s))
-                if self._home.cached(key) is not extent:
+                if self._home.pools.get(key) is not extent:
                     raise _NoVerdictError
                 return self._judged(await rank.compare(extent, fresh, tokens))
             finally:
@@ -247,7 +247,7 @@ class Verifier:
         assert expected.extent.key is not None, "it was published"
         key = ContentKey(expected.extent.key)
         log.error("the cached embedding of %s differs from a fresh one: %s; it is removed", key, fault)
-        self._home.withdraw(expected.extent)
+        self._home.pools.withdraw(expected.extent)
         stored = store_key(expected.fingerprint, key)
         self._condemned[stored] = None
         if len(self._condemned) > MAX_CONDEMNED:

@@ -27,6 +27,7 @@ class Home:
         self.rank = SimpleNamespace(pool=self.pool)
         self.holder = Holder(ControlMemory.create(64), "engine", 7)
         self.ranks = SimpleNamespace(ready=[self.rank])
+        self.pools = self
         self.retired: list[Any] = []
         self.connections = [SimpleNamespace(holder=self.holder), SimpleNamespace(holder=None)]
         self.ingest = Ingest(1 << 16)

@@ -70,7 +70,7 @@ def test_a_store_that_hangs_or_fails_is_a_none_within_its_time(fails: bool) -> N
         store = TieredStore([tier], 0.05, 0)
         served: Any = SimpleNamespace(fingerprint=Fingerprint(bytes(16)), dtype="float32", dim=64)
         home: Any = SimpleNamespace(facts=served, store=store, verifier=SimpleNamespace(is_condemned=bool))
-        home.cached = {KNOWN: object()}.get
+        home.pools = SimpleNamespace(get={KNOWN: object()}.get)
         replies: list[bytes] = []
         codes = bytearray([POOL, NOWHERE])
         await ask_store(home, [KNOWN, UNKNOWN], codes, lambda: replies.append(bytes(codes)))

@@ -21,7 +21,7 @@ from mmcache.server.decoders import Pixels
 from mmcache.server.facts import ModelFacts
 from mmcache.server.ingest import IngestSlice
 from mmcache.server.messages import pixels_shape
-from mmcache.server.misses import sizes
+from mmcache.server.sources import sizes
 from tests.mmcache.support import SidecarProcess, image
 
 Array = np.ndarray[Any, Any]

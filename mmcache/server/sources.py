@@ -1,0 +1,58 @@
+"""Where an item's pixels come from: decoded by us, or staged by a client. What differs between the two is here."""
+
+from __future__ import annotations
+
+import asyncio
+
+from encoder.errors import ImageError
+from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
+from mmcache.errors import ItemError, SliceGone, UnsupportedItem
+from mmcache.server.decoders import Pixels
+from mmcache.server.facts import ModelFacts
+from mmcache.server.requests import Flight
+from mmcache.server.staged import OVER, StagedPixels, StagedSlice
+
+SUPPLY_PATIENCE_S = 1.0
+"""A client that has not sent bytes after this long is asked no longer alone, if another client waits for them too."""
+
+
+async def is_written(flight: Flight, staged: StagedSlice) -> bool:
+    """Wait for the client that stages it. False when the flight's first waiter is another by now, or has failed."""
+    flight.stage = "staged by its client"
+    while not staged.is_written and not staged.is_over:
+        staged.changed.clear()
+        try:
+            async with asyncio.timeout(SUPPLY_PATIENCE_S):
+                await staged.changed.wait()
+        except TimeoutError:
+            if flight.pass_on():
+                return False
+    if staged.is_over:
+        blame(flight, staged, SliceGone(OVER))
+        return False
+    first = flight.first()
+    return first is not None and first[0].slices.get(first[1]) is staged
+
+
+def blame(flight: Flight, staged: StagedSlice, error: ItemError) -> None:
+    """Whoever named a slice that is not what it claims to be gets the error; others go on waiting."""
+    for request, position in list(flight.waiters):
+        if request.slices.get(position) is staged:
+            flight.leave(request, position)
+            request.fail(position, error)
+
+
+def sizes(pixels: Pixels | StagedPixels, facts: ModelFacts) -> tuple[Grid, int, int]:
+    """Grid, patches and tokens of an item.
+
+    Raises:
+        UnsupportedItem: the model does not take a chunk of that many frames, or such rows.
+    """
+    try:
+        if isinstance(pixels, StagedPixels):
+            grid = pixels.grid(facts)
+        else:
+            grid = grid_thw(pixels.width, pixels.height, facts.processor, pixels.num_frames)
+    except ImageError as error:
+        raise UnsupportedItem(str(error)) from error
+    return grid, num_patches(grid), num_tokens(grid, facts.processor.merge_size)

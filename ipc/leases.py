@@ -146,15 +146,16 @@ class Holder:
         self._words = control.scalars
         self._seen_words = self._seen.data  # the same memory; quicker for one word
 
-    def grant(self, extent: Leasable) -> Share:
-        """Begin a share on `extent`.
+    def grant(self, extent: Leasable, now: float | None = None) -> Share:
+        """Begin a share on `extent`. `now`: the time on the holder's clock, for who grants many at once.
 
         Raises `ControlExhausted` if every word is in use (`sweep` may free some), and `BadTransition` if the holder is
         not connected or the extent may not be leased. Nothing changes then.
         """
         if self.state is not _CONNECTED:
             raise self._not_connected()
-        now = self._clock()
+        if now is None:
+            now = self._clock()
         if not self._free and len(self._generations) == self.control.num_words:
             raise ControlExhausted(
                 f"holder {self.name} (pid {self.pid}) has {self.num_active} shares, one for every word"
@@ -169,6 +170,10 @@ class Holder:
         self.num_active += 1
         self.num_granted += 1
         return share
+
+    def now(self) -> float:
+        """The time on its clock, in seconds."""
+        return self._clock()
 
     def offer(self, extent: Leasable, num_shares: int) -> Offer:
         """Set aside `num_shares` shares on `extent` for others, who claim them one by one.

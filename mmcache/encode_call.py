@@ -60,6 +60,7 @@ class EncodeCall:
         self._call_id = core.new_id()
         self._results: list[Result | None] = [None] * len(items)
         self._requests: list[PendingEncode] = []
+        self._has_failed = False
         self._has_more = True
         self._window_parts = self._window_bytes = 0
         self._parts = self._cut(items, keys)
@@ -112,7 +113,7 @@ class EncodeCall:
                 for place, result in zip(places, request.results, strict=True):
                     results[place] = result
         settled = cast("list[Result]", results)
-        if self._errors == "raise" and any(isinstance(result, ItemError) for result in settled):
+        if self._errors == "raise" and (self._has_failed or any(request.has_failed for request in self._requests)):
             raise EncodeError(settled)
         return cast("list[Lease]", settled)
 
@@ -128,10 +129,14 @@ class EncodeCall:
     def _is_answered(self) -> bool:
         return not any(request.num_open for request in self._requests)
 
+    def _failed(self, index: int, error: ItemError) -> None:
+        self._results[index] = error
+        self._has_failed = True
+
     def _cut(self, items: Sequence[object], keys: Sequence[ContentKey] | None) -> Iterator[Part]:
         max_item_bytes = self._core.welcome.max_item_bytes
         if keys is None:
-            return cut(items, self._core.hasher.key, max_item_bytes, self._results.__setitem__)
+            return cut(items, self._core.hasher.key, max_item_bytes, self._failed)
         return cut_keys(items, checked_keys(keys, len(items)), max_item_bytes)
 
 

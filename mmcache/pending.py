@@ -31,15 +31,17 @@ class Pending:
         keys: content key of each position.
         results: fills in place: a lease or an error for each position.
         num_open: positions without a result.
+        has_failed: whether a position has an error.
     """
 
-    __slots__ = ("keys", "num_open", "request_id", "results")
+    __slots__ = ("has_failed", "keys", "num_open", "request_id", "results")
 
     def __init__(self, request_id: int, keys: Sequence[ContentKey]) -> None:
         self.request_id = request_id
         self.keys = keys
         self.results: list[Result | None] = [None] * len(keys)
         self.num_open = len(keys)
+        self.has_failed = False
 
     @property
     def is_done(self) -> bool:
@@ -55,6 +57,7 @@ class Pending:
 
     def fail(self, position: int, kind: type[ItemError], reason: str) -> None:
         """A position has its error."""
+        self.has_failed = True
         if self.results[position] is None:
             self.num_open -= 1
         self.results[position] = kind(reason, index=position)

@@ -147,6 +147,7 @@ class Coordinator:
         """Grant every position that the pool has. Returns the others."""
         find, grant, shares, pack = self.pools.index.get, request.holder.grant, request.shares, GRANT_HEAD.pack
         records: list[Any] = []
+        now = request.holder.now()
         misses: list[int] = []
         for position, key in enumerate(request.keys):
             extent = find(key)
@@ -154,7 +155,7 @@ class Coordinator:
                 misses.append(position)
                 continue
             try:
-                share = shares[position] = grant(extent)
+                share = shares[position] = grant(extent, now)
             except ControlExhausted:
                 self._grant(request, position, extent, POOL)
             else:

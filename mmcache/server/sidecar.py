@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 0.5
 STORE_OPEN_TIMEOUT_S = 30.0
+COLLECT_RARELY = (50_000, 20, 100)
+"""Leases are many small objects and no cycles: looking for cycles every 700 of them takes as long as granting them."""
 
 
 def run(settings: Settings, announce: Callable[[Coordinator], None]) -> None:
@@ -65,6 +67,7 @@ async def _serve_until(
     _accept_from(listener, coordinator)
     gc.collect()
     gc.freeze()  # what was imported and built so far stays: collections need not walk it
+    gc.set_threshold(*COLLECT_RARELY)
     announce(coordinator)
     await signals.stop.wait()
     log.info("stopping: finishing what is in flight; once more to stop at once")

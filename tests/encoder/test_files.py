@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,28 +36,39 @@ def make_loop(path: Path) -> None:
     path.symlink_to(path)
 
 
-@pytest.mark.parametrize("make", [make_pipe, make_socket, link_to_device, make_loop, Path.mkdir])
-@pytest.mark.parametrize("name", [*SETTINGS_FILES, SINGLE_FILE])
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+LOAD_EACH = """
+import json, sys, torch
+from encoder.errors import CheckpointError
+from encoder.source import resolve_model
+from encoder.weights import build_model
+
+for folder in sys.argv[1:]:
+    try:
+        build_model(resolve_model(folder), torch.float32)
+    except CheckpointError as error:
+        print(json.dumps(str(error)), flush=True)
+"""
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     """In a process of its own: a pipe that is waited for would hang the test."""
-    if name != "config.json":
-        (tmp_path / "config.json").write_text('{"model_type": "kimi_k25", "vision_config": {}}')
-    make(tmp_path / name)
-    code = (
-        "import sys, torch\nfrom encoder.errors import CheckpointError\nfrom encoder.source import resolve_model\n"
-        "from encoder.weights import build_model\n"
-        "try: build_model(resolve_model(sys.argv[1]), torch.float32)\nexcept CheckpointError as error: print(error)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.stderr == ""
-    assert name in done.stdout
-    assert len(done.stdout.splitlines()) == 1
+    folders, names = [], []
+    for make in (make_pipe, make_socket, link_to_device, make_loop, Path.mkdir):
+        for name in (*SETTINGS_FILES, SINGLE_FILE):
+            folder = tmp_path / str(len(folders))
+            folder.mkdir()
+            if name != "config.json":
+                (folder / "config.json").write_text('{"model_type": "kimi_k25", "vision_config": {}}')
+            make(folder / name)
+            folders.append(folder)
+            names.append(name)
+    command = [sys.executable, "-c", LOAD_EACH, *folders]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    errors = [json.loads(line) for line in done.stdout.splitlines()]
+    for folder, name, error in zip(folders, names, errors, strict=True):
+        assert error.startswith(f"{folder}/{name}: ")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +100,7 @@ NAMES = ["a" * 300, "/tmp" + "/a" * 3000, "~no-such-user/x", "a\0b", "\ud800", "
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_name_that_no_folder_has(name: str) -> None:
-    with pytest.raises(CheckpointError, match="^model "):
+    with pytest.raises(CheckpointError, match=r"^model "):
         resolve_model(name)
 
 

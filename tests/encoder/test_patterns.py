@@ -2,6 +2,7 @@
 
 import random
 import re
+from contextlib import suppress
 from fnmatch import fnmatchcase
 
 import pytest
@@ -12,9 +13,11 @@ from encoder.quantization import vision_layers
 
 NAMES = [name for layer in vision_layers(3) for name in layer]
 EXPRESSIONS = [
-    r".*vision_tower.*", r".*self_attn.*", r".*mlp[.]fc[01]$", r"^(model\.)?vision_tower\.(encoder|layers).*\d+\.(mlp|attn)",
+    r".*vision_tower.*", r".*self_attn.*", r".*mlp[.]fc[01]$",
+    r"^(model\.)?vision_tower\.(encoder|layers).*\d+\.(mlp|attn)",
     r"vision_tower\.encoder\.blocks\.[0-2]{1,2}\.wo$", r"(?!.*fc0).*blocks", r"^(?!.*mlp).*$", r".*?w(o|qkv)", r".{40}",
-    r"(a|v|i|s)+on_?t", r"\w+\W\w+\.blocks", r".{0,3}v", r"(.?){5,}b", r"[^.]*\.[^.]*$", r"[]a-z.]+0?", r"m{2}_", r"", r"|x",
+    r"(a|v|i|s)+on_?t", r"\w+\W\w+\.blocks", r".{0,3}v", r"(.?){5,}b", r"[^.]*\.[^.]*$", r"[]a-z.]+0?", r"m{2}_",
+    r"", r"|x",
     r"(?=.*wo)vision", r"(?:model.){0,1}mm", r".{,5}t", r"x*", r"\D+\d", r"vision_tower\S*\s?$", r"(model\.|)mm",
 ]  # fmt: skip
 WILDCARDS = ["vision_tower*", "*mm_projector*", "*.[0-1].*wo", "*[!0-9]", "?odel.*", "*fc?", "[m]*", "*[]a]*", "*["]
@@ -51,11 +54,8 @@ def test_random_expressions_match_as_re_does() -> None:
     for _ in range(3000):
         expression = drawn(choose) + drawn(choose)
         name = "".join(choose.choices("abc", k=choose.randint(0, 7)))
-        try:
+        with suppress(CheckpointError):  # too many repetitions within each other
             found = Matcher([f"re:{expression}"]).matches([name])
-        except CheckpointError as error:
-            assert "within each other" in str(error)
-        else:
             assert found == bool(re.match(expression, name)), (expression, name)
             num_compared += 1
     assert num_compared > 2500

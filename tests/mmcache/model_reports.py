@@ -9,7 +9,7 @@ from typing import Any
 from mmcache.server.messages import ModelReport, StartRank
 from mmcache.server.rank_model import load_model
 
-START = StartRank(model="", device="cpu", dtype="float32", num_threads=1, pool_bytes=1 << 20)
+START = StartRank(model="", device="cpu", dtype="float32", num_threads=1, pool_bytes=1 << 20, seed=1)
 
 
 def report_of(folder: Path, known: dict[str, str] | None = None, **start: Any) -> ModelReport:

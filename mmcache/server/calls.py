@@ -12,7 +12,8 @@ from mmcache.framing import Frame, close_all, parse
 from mmcache.protocol import Cancel, Supply
 from mmcache.records import ACKNOWLEDGEMENT, MAX_REQUESTS, EncodeFrame, parse_encode
 from mmcache.server.decoders import SharedDescriptor, Supplied
-from mmcache.server.requests import Flight, Request
+from mmcache.server.flight import Flight
+from mmcache.server.requests import Request
 from mmcache.server.supply import check_supply
 from mmcache.transport import take_descriptors
 

@@ -20,7 +20,8 @@ from mmcache.protocol import PROTOCOL_VERSION, AnyHello, Hello, PoolAdded, PoolG
 from mmcache.server.asks import answer
 from mmcache.server.calls import Calls
 from mmcache.server.channel import Channel
-from mmcache.server.requests import Flight, Request
+from mmcache.server.flight import Flight
+from mmcache.server.requests import Request
 from mmcache.transport import peer_of, same_process, take_descriptors
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from mmcache.server.channel import Poller
 from mmcache.server.connection import Connection
 from mmcache.server.decoders import Decoders
 from mmcache.server.facts import ModelFacts
+from mmcache.server.flight import Flight
 from mmcache.server.ingest import Ingest
 from mmcache.server.lease_limit import LeaseLimit
 from mmcache.server.misses import MissPath
@@ -33,7 +34,7 @@ from mmcache.server.pools import Pools
 from mmcache.server.rank import Rank
 from mmcache.server.ranks import Ranks
 from mmcache.server.reload import Reloads
-from mmcache.server.requests import Flight, Request
+from mmcache.server.requests import Request
 from mmcache.server.stage_frames import claim_slices
 from mmcache.server.staging import StagingDesk
 from mmcache.server.stats import Stats, biggest_holders, snapshot

@@ -14,9 +14,9 @@ from mmcache.records import ORIGINS
 from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
 from mmcache.server.decoders import Pixels, Supplied
 from mmcache.server.facts import ModelFacts
+from mmcache.server.flight import Flight, Waiter
 from mmcache.server.placing import AbandonedError, GaveWayError, Placing
 from mmcache.server.rank import Rank
-from mmcache.server.requests import Flight, Waiter
 from mmcache.server.sources import SUPPLY_PATIENCE_S, blame, is_written, sizes
 from mmcache.server.staged import StagedPixels
 from mmcache.tiers.base import Entry

@@ -8,19 +8,18 @@ seen none of it: a call is handed out as a whole. What was taken back is settled
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from encoder.sharding import assign
-from ipc.allocator import ALIGNMENT
 from ipc.errors import ExtentTooLarge
-from ipc.leases import ShareState
-from ipc.pool import Extent, ExtentState, Pool
+from ipc.pool import Extent, Pool
 from mmcache.errors import PoolExhausted
 from mmcache.server.calls import Call
+from mmcache.server.flight import Flight
+from mmcache.server.holdings import UNENDED, fits_without, has_staged, hopeless
 from mmcache.server.rank import Rank
-from mmcache.server.requests import Flight, Request
+from mmcache.server.requests import Request
 from mmcache.server.room import Place, RoomQueue
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ ROOM_POLL_S = 0.001
 """While requests wait for room, acknowledgements are looked for this often; nothing is polled otherwise."""
 MAX_PAUSE_POLLS = 16
 """What else makes room is looked for more rarely the longer it was of no use, but this often at least."""
-
-UNENDED = frozenset({ShareState.HELD, ShareState.QUARANTINED})
 
 
 class AbandonedError(Exception):
@@ -125,8 +122,11 @@ class Placing:
             await asyncio.sleep(ROOM_POLL_S)
         raise AbandonedError
 
+    def _pools(self) -> list[Pool]:
+        return [rank.pool for rank in self._home.ranks.ready]
+
     def _check_size(self, nbytes: int) -> None:
-        pools = [rank.pool for rank in self._home.ranks.ready]
+        pools = self._pools()
         if pools and all(nbytes > pool.bytes_total for pool in pools):
             largest = max(pool.bytes_total for pool in pools)
             raise PoolExhausted(f"{nbytes} bytes can never fit into a pool of {largest} bytes; raise pool_bytes")
@@ -151,7 +151,7 @@ class Placing:
 
         Returns whether something was done.
         """
-        done = [self._fail_hopeless(place.owner, nbytes), self._recall_one(place), self._have_one_give_way()]
+        done = [self._failhopeless(place.owner, nbytes), self._recall_one(place), self._have_one_give_way()]
         return any(done) or self._end_one(place, nbytes)
 
     def _have_one_give_way(self) -> bool:
@@ -169,10 +169,10 @@ class Placing:
                 return True
         return False
 
-    def _fail_hopeless(self, flight: Flight, nbytes: int) -> bool:
-        pools = [rank.pool for rank in self._home.ranks.ready]
+    def _failhopeless(self, flight: Flight, nbytes: int) -> bool:
+        pools = self._pools()
         waiters = list(flight.waiters)
-        reasons = {call: _hopeless(call, nbytes, pools) for call in {request.call for request, _ in waiters}}
+        reasons = {call: hopeless(call, nbytes, pools) for call in {request.call for request, _ in waiters}}
         for request, position in waiters:
             if reason := reasons[request.call]:
                 flight.leave(request, position)
@@ -194,8 +194,8 @@ class Placing:
         It gets errors for what it still waits for, and its user what it has.
         """
         later = list(self._later_calls(head.order))
-        stuck = next((call for call in later if any(map(_has_staged, call.requests))), None)
-        if stuck is None or not self._fits_without(later, nbytes):
+        stuck = next((call for call in later if any(map(has_staged, call.requests))), None)
+        if stuck is None or not fits_without(later, nbytes, self._pools()):
             return False
         reason = "an earlier call needs the room that this one's staged items took, and these cannot be encoded again"
         for place in self._queue:
@@ -204,22 +204,6 @@ class Placing:
                     place.owner.leave(request, position)
                     request.fail(position, PoolExhausted(reason))
         return True
-
-    def _fits_without(self, calls: Sequence[Call], nbytes: int) -> bool:
-        """Whether there would be room if these calls had nothing, and all others kept what they have."""
-        held = Counter(
-            share.extent
-            for call in calls
-            for request in call.requests
-            for share in request.shares.values()
-            if share.state in UNENDED
-        )
-        for rank in self._home.ranks.ready:
-            busy = (extent for extent in rank.pool.extents() if extent.is_busy or extent.state is ExtentState.WRITING)
-            kept = {extent for extent in busy if held[extent] < extent.num_shares + extent.num_pins or not held[extent]}
-            if _largest_gap(rank.pool, kept) >= nbytes:
-                return True
-        return False
 
     def _later_calls(self, order: int) -> Iterator[Call]:
         seen = set()
@@ -265,37 +249,3 @@ class Placing:
     def _leave(self, place: Place[Flight]) -> None:
         place.owner.place = None
         self._queue.leave(place)
-
-
-def _hopeless(call: Call, nbytes: int, pools: Sequence[Pool]) -> str:
-    """Why there will be no room while the call lasts, whatever else becomes free; empty if there may be."""
-    own = _own_extents(call)
-    if not pools or any(_largest_gap(pool, own) >= nbytes for pool in pools):
-        return ""
-    held, total = sum(extent.nbytes for extent in own), sum(pool.bytes_total for pool in pools)
-    reason = (
-        f"this call itself holds {held} of {total} bytes of the pool, and nowhere between them is room for {nbytes}"
-    )
-    return f"{reason}; ask for fewer items at once, or raise pool_bytes"
-
-
-def _has_staged(request: Request) -> bool:
-    return any(position in request.staged and share.state in UNENDED for position, share in request.shares.items())
-
-
-def _own_extents(call: Call) -> set[Extent]:
-    own: set[Extent] = set()
-    for request in call.requests:
-        own.update(cast("Extent", share.extent) for share in request.shares.values() if share.state in UNENDED)
-        writing = (flight.extent for flight in request.open.values())
-        own.update(extent for extent in writing if extent is not None and extent.state is ExtentState.WRITING)
-    return own
-
-
-def _largest_gap(pool: Pool, kept: set[Extent]) -> int:
-    """The most bytes in a row that can become free in a pool as long as these extents stay."""
-    largest = end = 0
-    for offset, nbytes in sorted((extent.offset, extent.nbytes) for extent in kept if extent.pool is pool):
-        largest = max(largest, offset - end)
-        end = offset + -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return max(largest, pool.bytes_total - end)

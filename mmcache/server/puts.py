@@ -17,9 +17,9 @@ from mmcache.protocol import Put, PutReply
 from mmcache.server.batcher import RankLostError
 from mmcache.server.decoders import SharedDescriptor
 from mmcache.server.facts import ModelFacts
+from mmcache.server.flight import Flight
 from mmcache.server.misses import MAX_TRIES
 from mmcache.server.placing import AbandonedError, GaveWayError
-from mmcache.server.requests import Flight
 from mmcache.transport import take_descriptors
 
 if TYPE_CHECKING:

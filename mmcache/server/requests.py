@@ -1,11 +1,11 @@
-"""One request in flight, and one flight of a key that no tier had."""
+"""One request in flight."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mmcache.errors import ItemError
 from mmcache.framing import Kind, pack_frame
@@ -17,93 +17,8 @@ if TYPE_CHECKING:
     from ipc.pool import Extent
     from mmcache.server.calls import Call
     from mmcache.server.connection import Connection
-    from mmcache.server.decoders import Supplied
-    from mmcache.server.room import Place
+    from mmcache.server.flight import Flight
     from mmcache.server.staged import StagedSlice
-
-Waiter: TypeAlias = "tuple[Request, int]"
-"""A position of a request."""
-
-
-class Flight:
-    """The way of one key from miss to embedding, however many positions of however many requests wait for it.
-
-    Attributes:
-        waiters: (request, position), in the order of their arrival. A flight without waiters is given up before
-            its next stage.
-        stage: what it waits for, for error messages.
-        place: in the queue for room in the pool, while it waits for that.
-        extent: where its embedding is written to, since it has room.
-        supplied: while a waiter's client is asked for the bytes: gives them and whose they are, or None if that
-            client will not send them.
-    """
-
-    __slots__ = ("extent", "key", "place", "stage", "supplied", "waiters")
-
-    def __init__(self, key: bytes) -> None:
-        self.key = key
-        self.waiters: dict[Waiter, None] = {}
-        self.stage = "looked up"
-        self.place: Place[Flight] | None = None
-        self.extent: Extent | None = None
-        self.supplied: asyncio.Future[tuple[Waiter, Supplied] | None] | None = None
-
-    @property
-    def order(self) -> int:
-        """Of the arrival of the earliest call that waits for it. It has waiters."""
-        return min(request.call.order for request, _ in self.waiters)
-
-    def join(self, request: Request, position: int) -> None:
-        """One more position waits."""
-        self.waiters[request, position] = None
-        request.open[position] = self
-        if self.place is not None:
-            self.place.advance(request.call.order)
-
-    def leave(self, request: Request, position: int) -> None:
-        """A position waits no longer, if it did."""
-        was_first = self.first() == (request, position)
-        self.waiters.pop((request, position), None)
-        if was_first:
-            self._answer(None)
-        if self.place is not None:
-            if not self.waiters:
-                self.place.wake()
-            elif request.call.order == self.place.order:
-                self.place.move(self.order)
-
-    def first(self) -> Waiter | None:
-        """Who is asked for the bytes next."""
-        return next(iter(self.waiters), None)
-
-    def pass_on(self) -> bool:
-        """Put every position of the first waiter's connection behind the others'. False if there are no others."""
-        first = self.first()
-        if first is None:
-            return False
-        theirs = [waiter for waiter in self.waiters if waiter[0].connection is first[0].connection]
-        if len(theirs) == len(self.waiters):
-            return False
-        for waiter in theirs:
-            del self.waiters[waiter]
-            self.waiters[waiter] = None
-        return True
-
-    def supply(self, request: Request, position: int, supplied: Supplied) -> bool:
-        """Bytes came. False when they are not waited for any more."""
-        return self._answer(((request, position), supplied))
-
-    def fail(self, error: ItemError) -> None:
-        """Every waiter gets the error."""
-        waiters, self.waiters = self.waiters, {}
-        for request, position in waiters:
-            request.fail(position, error)
-
-    def _answer(self, answer: tuple[Waiter, Supplied] | None) -> bool:
-        if self.supplied is None or self.supplied.done():
-            return False
-        self.supplied.set_result(answer)
-        return True
 
 
 class Request:

@@ -9,7 +9,7 @@ from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
 from mmcache.errors import ItemError, SliceGone, UnsupportedItem
 from mmcache.server.decoders import Pixels
 from mmcache.server.facts import ModelFacts
-from mmcache.server.requests import Flight
+from mmcache.server.flight import Flight
 from mmcache.server.staged import OVER, StagedPixels, StagedSlice
 
 SUPPLY_PATIENCE_S = 1.0

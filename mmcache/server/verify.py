@@ -20,10 +20,11 @@ from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.records import GRANT_EXTENT
 from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
 from mmcache.server.decoders import Supplied
+from mmcache.server.flight import Waiter
 from mmcache.server.ingest import IngestBusyError
 from mmcache.server.messages import Compared
 from mmcache.server.rank import Rank
-from mmcache.server.requests import Request, Waiter
+from mmcache.server.requests import Request
 from mmcache.server.sources import sizes
 
 if TYPE_CHECKING:

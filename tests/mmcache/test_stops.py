@@ -58,7 +58,7 @@ def is_whole(sidecar: SidecarProcess) -> bool:
         "leases[0].release(); leases[3].release(); print('so far', flush=True); time.sleep(600)",
         "client._core.control.acknowledge(1, 10**6); print('so far', flush=True); time.sleep(600)",
         "held = leases[0].hold(); client.close(); print('so far', flush=True); time.sleep(600)",
-        "client.submit([image(seed, 840, 1120) for seed in range(9, 39)]); print('so far', flush=True); time.sleep(600)",
+        "client.submit([image(seed, 840, 1120) for seed in range(30)]); print('so far', flush=True); time.sleep(600)",
         "client._pump.channel.close(); print('so far', flush=True); time.sleep(600)",
     ],
     ids=["holding", "between-acknowledgements", "false-words", "closed-but-holding", "in-a-call", "socket-closed"],

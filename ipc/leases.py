@@ -154,8 +154,7 @@ class Holder:
         """
         if self.state is not _CONNECTED:
             raise self._not_connected()
-        if now is None:
-            now = self._clock()
+        now = self._clock() if now is None else now
         if not self._free and len(self._generations) == self.control.num_words:
             raise ControlExhausted(
                 f"holder {self.name} (pid {self.pid}) has {self.num_active} shares, one for every word"

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,45 +14,8 @@ import torch
 
 import mmcache
 from mmcache.keys import KeyHasher
-from tests.mmcache.support import SidecarProcess, clean_environ, eventually, image
-
-CONSUMER = """
-import json, sys
-import mmcache
-from mmcache.keys import checksum
-with mmcache.connect(sys.argv[1]) as client:
-    for line in sys.stdin:
-        refs = [mmcache.StagedRef.of(values) for values in json.loads(line)]
-        leases = client.encode(refs)
-        print(json.dumps([checksum(lease.numpy()) for lease in leases]), flush=True)
-        for lease in leases:
-            lease.release()
-"""
-
-
-def child(code: str, *arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env=clean_environ(PYTHONPATH="."),
-    )  # fmt: skip
-
-
-def told(process: subprocess.Popen[str], line: object) -> Any:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(json.dumps(line) + "\n")
-    process.stdin.flush()
-    return json.loads(process.stdout.readline())
-
-
-def staging(sidecar: SidecarProcess) -> dict[str, int]:
-    found: dict[str, int] = sidecar.stats()["staging"]
-    return found
-
-
-def is_idle(sidecar: SidecarProcess) -> bool:
-    stats = sidecar.stats()
-    return not (stats["staging"]["bytes_used"] or stats["leases"]["active"] or stats["pool"]["bytes_leased"])
+from tests.mmcache.staging_clients import CONSUMER, child, is_idle, staging, told
+from tests.mmcache.support import SidecarProcess, eventually, image
 
 
 def test_four_images_and_eight_ranks_are_four_reads_and_then_none(sidecar: SidecarProcess) -> None:
@@ -317,99 +275,3 @@ def test_the_regions_of_all_clients_are_bounded(tmp_path: Path) -> None:
         clients[2].stage(image(1))
         for client in clients:
             client.close()
-
-
-STAGER = """
-import sys, time, os, json
-import mmcache
-from tests.mmcache.support import image
-client = mmcache.connect(sys.argv[1])
-if sys.argv[2] == "writing":
-    from mmcache.staging import StageCall
-    StageCall.complete = lambda self: (print(json.dumps([self._places[0][0], str(self._keys[0]), [56, 84, 3], 14112]),
-                                             flush=True), time.sleep(600))
-ref = client.stage(image(1), consumers=2)
-if sys.argv[2] == "closed":
-    client._pump.channel.close()
-print(json.dumps(ref), flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("state", ["staged", "writing"])
-def test_the_death_of_a_stager_frees_and_tells(sidecar: SidecarProcess, state: str) -> None:
-    process = child(STAGER, sidecar.socket, state)
-    assert process.stdout is not None
-    ref = mmcache.StagedRef.of(json.loads(process.stdout.readline()))
-    assert staging(sidecar)["bytes_used"] > 0
-    with sidecar.connect() as client:
-        handle = client.submit([ref, image(2)], errors="return") if state == "writing" else None
-        process.kill()
-        process.communicate()
-        eventually(lambda: staging(sidecar)["regions"] == 0, "its region is gone")
-        results = handle.result() if handle is not None else client.encode([ref, image(2)], errors="return")
-        assert isinstance(results[0], mmcache.SliceGone)
-        results[1].release()
-        assert staging(sidecar)["died"] == 1
-        assert is_idle(sidecar)
-
-
-def test_a_closed_socket_of_a_live_stager_quarantines_until_it_dies(sidecar: SidecarProcess) -> None:
-    process = child(STAGER, sidecar.socket, "closed")
-    assert process.stdout is not None
-    ref = mmcache.StagedRef.of(json.loads(process.stdout.readline()))
-    eventually(lambda: staging(sidecar)["bytes_quarantined"] > 0, "it may still write")
-    with sidecar.connect() as client:
-        assert isinstance(client.encode([ref], errors="return")[0], mmcache.SliceGone)
-        process.kill()
-        process.communicate()
-        eventually(lambda: staging(sidecar)["regions"] == 0, "it cannot write any more")
-        assert staging(sidecar)["bytes_quarantined"] == 0
-
-
-def test_a_stopped_stager_is_waited_for_and_others_are_not_held_up(sidecar: SidecarProcess) -> None:
-    process = child(STAGER, sidecar.socket, "writing")
-    assert process.stdout is not None
-    ref = mmcache.StagedRef.of(json.loads(process.stdout.readline()))
-    os.kill(process.pid, signal.SIGSTOP)
-    with sidecar.connect() as client, sidecar.connect(timeout=2.0) as waiting:
-        handle = waiting.submit([ref], errors="return")
-        with client.encode([image(1)])[0] as lease:
-            assert lease.origin == "encoded", "who has the bytes of the same key is asked for them"
-        for result in handle.result():
-            result.release()
-    process.kill()
-    process.communicate()
-    eventually(lambda: is_idle(sidecar), "nothing is left")
-
-
-def test_a_rank_that_dies_while_it_reads_is_replaced(sidecar: SidecarProcess) -> None:
-    with sidecar.connect() as client:
-        refs = client.stage_all([image(seed, 840, 1120) for seed in range(8)])
-        handle = client.submit(refs)
-        eventually(lambda: handle.poll() or staging(sidecar)["reads"] > 0, "it reads")
-        os.kill(sidecar.stats()["ranks"]["pids"][0], signal.SIGKILL)
-        leases = handle.result()
-        expected = [client.encode([image(seed, 840, 1120)])[0] for seed in range(8)]
-        for ours, theirs in zip(leases, expected, strict=True):
-            np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-3, atol=1e-4)
-            ours.release()
-            theirs.release()
-        eventually(lambda: is_idle(sidecar), "nothing is left")
-
-
-def test_frames_that_lie_about_staging(sidecar: SidecarProcess) -> None:
-    """Tokens that were never given, of others, or twice; a header that does not fit the size it asks for."""
-    with sidecar.connect() as client, sidecar.connect() as other:
-        from mmcache.framing import Kind
-        from mmcache.protocol import Staged, Withdraw
-        from mmcache.records import TOKEN
-
-        ref = client.stage(image(1))
-        with other._pump.turn() as core:
-            core.tell(Kind.STAGED, Staged(), TOKEN.pack(ref.token) + TOKEN.pack(99))
-            core.tell(Kind.WITHDRAW, Withdraw(), TOKEN.pack(ref.token) + TOKEN.pack(99))
-        with client._pump.turn() as core:
-            core.tell(Kind.STAGED, Staged(), TOKEN.pack(ref.token))
-        client.encode([ref])[0].release()
-        assert is_idle(sidecar)

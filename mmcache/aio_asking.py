@@ -122,11 +122,17 @@ class AsyncAsking(Informed):
         if self._pump.lost is not None and self._reconnects:
             async with self._connecting:
                 if self._pump.lost is not None:
-                    self._pump = await connect_again(*self._target, deadline)
+                    await self._pause(0)
+                    self._pump = await connect_again(*self._target, deadline, self._pause)
                     if self._is_closed:  # meanwhile
                         await self._pump.close()
         self._pump.check()
         return self._pump
+
+    async def _pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        if self._is_closed:
+            raise ClientClosed("the client is closed")
 
     async def _ask(self, start: asks.Start[T]) -> T:
         deadline = time.monotonic() + self._timeout_s

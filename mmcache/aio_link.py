@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from mmcache.aio_pump import AsyncPump, Watch
@@ -38,7 +39,9 @@ async def connect_pump(path: Path, name: str, namespace: str, deadline: float) -
     return AsyncPump(ClientCore(welcome, control_fd, namespace), channel, path)
 
 
-async def connect_again(path: Path, name: str, namespace: str, deadline: float) -> AsyncPump:
+async def connect_again(
+    path: Path, name: str, namespace: str, deadline: float, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+) -> AsyncPump:
     """Connect to a sidecar that may not be back yet: at once, then after pauses that double, until the deadline.
 
     Raises:
@@ -51,7 +54,7 @@ async def connect_again(path: Path, name: str, namespace: str, deadline: float) 
         except SidecarUnavailable:
             if time.monotonic() + pause_s >= deadline:
                 raise
-            await asyncio.sleep(pause_s)
+            await pause(pause_s)
     raise AssertionError("pauses do not end")
 
 

@@ -68,8 +68,8 @@ class Asking(Informed):
     def plan(self, items: Sequence[Item]) -> list[Plan | ItemError]:
         """What each item will be: grid, tokens and bytes, without encoding or sending it. No round trip.
 
-        Only headers of files are read, with the settings of the sidecar. A bad item has its ItemError in its place; an
-        item that passes can still turn out to be damaged. Files need Pillow here.
+        Of files only headers are looked at, with the settings of the sidecar. A bad item has its ItemError in its
+        place; an item that passes can still turn out to be damaged. Files need Pillow here.
         """
         core = self._core
         return [plan_item(item, index, core.welcome, core.served) for index, item in enumerate(items)]

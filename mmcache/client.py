@@ -52,8 +52,8 @@ class Client(Asking):
             timeout: bound of each call in seconds, of connecting too.
             namespace: tenant; part of every key.
             name: what operators see this client as; by default the program's name.
-            reconnect: after the sidecar went away, the next call connects again, and tries until its timeout if it has
-                to (at once, then with pauses of 10 ms to 1 s); the call in which it went away raises all the same.
+            reconnect: a call that finds the sidecar gone connects again, and tries until its timeout if it has to (at
+                once, then with pauses of 10 ms to 1 s); the call in which it went away raises all the same.
 
         Raises:
             SidecarUnavailable: nobody listens there.
@@ -239,7 +239,7 @@ class Client(Asking):
         if self._is_closed:
             raise ClientClosed("the client is closed")
         pump = self._pump
-        if pump.lost is not None and self._reconnects:
+        if self._reconnects and pump.is_gone():
             pump = self._reconnected(deadline)
         pump.check()
         return pump
@@ -248,11 +248,17 @@ class Client(Asking):
         with self._connecting:
             lost = self._pump
             if lost.lost is not None:
-                self._pump = connect_again(self._path, self._name, self._namespace, deadline)
+                self._pause(0)
+                self._pump = connect_again(self._path, self._name, self._namespace, deadline, self._pause)
                 lost.retire()
                 if self._is_closed:  # meanwhile
                     self._pump.close()
             return self._pump
+
+    def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if self._is_closed:
+            raise ClientClosed("the client is closed")
 
 
 def opened(

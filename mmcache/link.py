@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mmcache.core import ClientCore
@@ -34,7 +34,9 @@ def connect_pump(path: Path, name: str, namespace: str, deadline: float) -> Pump
     return Pump(ClientCore(welcome, control_fd, namespace), channel, path)
 
 
-def connect_again(path: Path, name: str, namespace: str, deadline: float) -> Pump:
+def connect_again(
+    path: Path, name: str, namespace: str, deadline: float, pause: Callable[[float], None] = time.sleep
+) -> Pump:
     """Connect to a sidecar that may not be back yet: at once, then after pauses that double, until the deadline.
 
     Raises:
@@ -47,7 +49,7 @@ def connect_again(path: Path, name: str, namespace: str, deadline: float) -> Pum
         except SidecarUnavailable:
             if time.monotonic() + pause_s >= deadline:
                 raise
-            time.sleep(pause_s)
+            pause(pause_s)
     raise AssertionError("pauses do not end")
 
 

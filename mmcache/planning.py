@@ -9,7 +9,8 @@ from typing import NamedTuple
 from encoder.config import ProcessorConfig
 from encoder.errors import ImageError
 from encoder.sizing import grid_thw, num_tokens
-from mmcache.errors import ImageTooLarge, ItemError, UnsupportedItem
+from mmcache.errors import ItemError, UnsupportedItem
+from mmcache.images.bounds import check_chunk, check_size
 from mmcache.lease import Served
 from mmcache.media import ARRAY, IMAGE, ArrayHeader, Media, PilHeader, describe
 from mmcache.protocol import Welcome
@@ -62,22 +63,25 @@ def _size(media: Media, welcome: Welcome) -> tuple[int, int, int]:
     if media.kind == ARRAY:
         shape = ArrayHeader.model_validate_json(media.header).shape
         height, width = shape[:2] if len(shape) < 4 else shape[1:3]
-        num_frames = shape[0] if len(shape) == 4 else 0
-        _bound(width, height, max(1, num_frames), welcome.max_pixels)
-        return width, height, num_frames
-    from mmcache.images.files import check_size, open_file
-
-    if media.kind == IMAGE:
-        picture = open_file(memoryview(media.raw), welcome.max_pixels, welcome.orientation)
-        return picture.width, picture.height, 0
-    width, height = PilHeader.model_validate_json(media.header).size
+        if len(shape) == 4:
+            check_chunk(shape[0], width, height, welcome.max_pixels)
+            return width, height, shape[0]
+    elif media.kind == IMAGE:
+        return _file_size(media, welcome)
+    else:
+        width, height = PilHeader.model_validate_json(media.header).size
     check_size(width, height, welcome.max_pixels)
     return width, height, 0
 
 
-def _bound(width: int, height: int, num_frames: int, max_pixels: int) -> None:
-    if (num_pixels := width * height * num_frames) > max_pixels:
-        raise ImageTooLarge(f"{num_pixels} pixels, the limit is {max_pixels} (max_pixels)")
+def _file_size(media: Media, welcome: Welcome) -> tuple[int, int, int]:
+    try:
+        from mmcache.images.files import open_file
+    except ImportError as error:
+        reason = f"an encoded file is planned with Pillow, which does not load here ({error}); encode does without"
+        raise UnsupportedItem(reason) from error
+    picture = open_file(memoryview(media.raw), welcome.max_pixels, welcome.orientation)
+    return picture.width, picture.height, 0
 
 
 @lru_cache(maxsize=8)

@@ -87,6 +87,12 @@ class Pump:
         finally:
             self._step_down()
 
+    def is_gone(self) -> bool:
+        """Whether the connection is over by now, as far as can be seen without waiting."""
+        with contextlib.suppress(ConnectionLost, ProtocolError, ClientClosed):
+            self.poll()
+        return self.lost is not None
+
     def send_what_goes(self) -> None:
         """Send what waits, if the connection still stands. The caller has the lock."""
         if self.lost is None:

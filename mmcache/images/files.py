@@ -12,10 +12,13 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mmcache.errors import ImageTooLarge, UndecodableImage, UnsupportedMode
+from mmcache.images.bounds import check_size
 from mmcache.images.jpeg_exif import collected_exif
 from mmcache.images.orientation import TURNS, UNDONE, UPRIGHT, read_orientation
 from mmcache.images.tiff_directory import check_directory
 from mmcache.media import ALPHA_MODES, DAMAGE, PilHeader, check_mode, pil_nbytes
+
+__all__ = ["FORMATS", "Picture", "check_size", "open_file", "rebuild_pil", "to_rgb"]
 
 FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 """Formats that are decoded. Those that run other programs or scripts (EPS, WMF) are left out on purpose."""
@@ -142,19 +145,6 @@ def _stored_size(image: Image.Image) -> tuple[int, int]:
         return image.size
     width, height = (image.tag_v2[tag] for tag in _SIDES)  # type: ignore[attr-defined]  # `size` is that after turning
     return width, height
-
-
-def check_size(width: int, height: int, max_pixels: int) -> None:
-    """Refuse a picture without pixels or beyond the limit.
-
-    Raises:
-        UndecodableImage, ImageTooLarge: the second names size and limit.
-    """
-    if width < 1 or height < 1:
-        raise UndecodableImage(f"a picture of {width}×{height} has no pixels")
-    if width * height > max_pixels:
-        reason = f"{width}×{height} is {width * height} pixels, the limit is {max_pixels} (max_pixels)"
-        raise ImageTooLarge(reason)
 
 
 def _check_tiles(image: Image.Image, max_pixels: int) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import gc
+import itertools
+import logging
+import threading
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvloop
 
 import mmcache
 import mmcache.parts
+from tests.mmcache.loops import Run
 from tests.mmcache.places import big, pixels, release
 from tests.mmcache.support import SidecarProcess, eventually
 
@@ -57,3 +65,26 @@ def full(small: SidecarProcess) -> Iterator[SidecarProcess]:
 def one_item_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every item is a request of its own."""
     monkeypatch.setattr(mmcache.parts, "PART_BYTES", 1)
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[int]:
+    """Seeds of pictures that the sidecar has not seen."""
+    return itertools.count(10_000)
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[Run]:
+    """Runs a coroutine on a loop; afterwards nothing was logged, and no thread is left."""
+    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
+    before = set(threading.enumerate())
+
+    def run_it(test: Coroutine[Any, Any, None]) -> None:
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(test)
+
+    with caplog.at_level(logging.WARNING, "asyncio"):
+        yield run_it
+        gc.collect()
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+    assert set(threading.enumerate()) == before

@@ -198,7 +198,7 @@ class Settings(BaseModel):
     decode_timeout_s: Annotated[float, BeforeValidator(_no_bool)] = _setting(
         "longest that decoding one picture may take, in seconds; the decoder is replaced then",
         "a number, 0.1 to 3600",
-        30.0,
+        10.0,
         ge=0.1,
         le=3600,
         allow_inf_nan=False,

@@ -112,6 +112,7 @@ class EncodeCall:
             else:
                 for place, result in zip(places, request.results, strict=True):
                     results[place] = result
+        self._let_go()
         settled = cast("list[Result]", results)
         if self._errors == "raise" and (self._has_failed or any(request.has_failed for request in self._requests)):
             raise EncodeError(settled)
@@ -122,6 +123,12 @@ class EncodeCall:
         self._has_more = False
         for request in self._requests:
             self._core.cancel(request)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Requests and call refer to each other: leases and items would live on until cycles are looked for."""
+        for request in self._requests:
+            request.call_settled = None
 
     def _settled(self) -> Sequence[PendingEncode]:
         return self._requests if self.is_done else ()

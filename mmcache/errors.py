@@ -95,6 +95,10 @@ class LeaseReleased(MMCacheError):
     """A lease was used after its release."""
 
 
+def _shortened(source: str) -> str:
+    return source if len(source) <= 200 else f"{source[:120]}...{source[-60:]}"
+
+
 class ItemError(MMCacheError):
     """One item of a request failed; the others are not touched by it.
 
@@ -106,7 +110,7 @@ class ItemError(MMCacheError):
 
     def __init__(self, reason: str, *, index: int | None = None, source: str = "") -> None:
         place = "" if index is None else f"item {index}"
-        place += f" ({source})" if source else ""
+        place += f" ({_shortened(source)})" if source else ""
         super().__init__(f"{place}: {reason}" if place else reason)
         self.reason = reason
         self.index = index

@@ -106,7 +106,7 @@ def describe(item: object, index: int, max_bytes: int) -> Media:
         UnreadableItem, UnsupportedItem, UnsupportedMode, UndecodableImage, ImageTooLarge: with `index` and the source.
     """
     if isinstance(item, bytes | bytearray | memoryview):
-        return _described_bytes(bytes(item), index, max_bytes)
+        return _described_bytes(item, index, max_bytes)
     if isinstance(item, str | os.PathLike):
         return _described_path(item, index, max_bytes)
     if isinstance(item, np.ndarray):
@@ -131,13 +131,23 @@ def _bounded(nbytes: int, index: int, source: str, max_bytes: int) -> None:
         raise UndecodableImage("empty: 0 bytes", index=index, source=source)
 
 
-def _described_bytes(raw: bytes, index: int, max_bytes: int) -> Media:
-    _bounded(len(raw), index, "bytes", max_bytes)
-    return Media(IMAGE, b"", raw, len(raw), "bytes")
+def _described_bytes(item: bytes | bytearray | memoryview, index: int, max_bytes: int) -> Media:
+    if isinstance(item, memoryview) and (item.ndim != 1 or item.format not in ("B", "b", "c")):
+        what = f"memoryview of {item.ndim} axes and format {item.format!r}"
+        hint = "the bytes of an encoded file have one axis and format 'B'; for pixels give numpy.asarray(x)"
+        raise UnsupportedItem(hint, index=index, source=what)
+    nbytes = item.nbytes if isinstance(item, memoryview) else len(item)
+    _bounded(nbytes, index, "bytes", max_bytes)
+    return Media(IMAGE, b"", bytes(item), nbytes, "bytes")
 
 
 def _described_path(item: str | os.PathLike[str], index: int, max_bytes: int) -> Media:
-    source = os.fspath(item)
+    try:
+        source = os.fspath(item)
+    except Exception as error:  # whatever the user's own class raises is a bad item
+        raise UnreadableItem(f"its path cannot be had: {error!r}", index=index, source=type(item).__name__) from error
+    if isinstance(source, bytes):
+        source = os.fsdecode(source)
     try:
         # Not blocking: a named pipe must not hang the open.
         fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -167,11 +177,21 @@ def _described_array(array: np.ndarray[Any, Any], index: int, max_bytes: int) ->
     return _media_of_array(array, source, index, max_bytes)
 
 
+def _tensor_hint(tensor: Any, torch: Any) -> str:
+    if tensor.device.type == "meta":
+        return "a tensor on the device meta has no data"
+    if tensor.is_nested:
+        return "a nested tensor is several: give each of x.unbind() as an item of its own"
+    if tensor.layout != torch.strided:
+        return "tensors must be dense; call .to_dense() first"
+    return "tensors must be on the CPU; call .cpu() first"
+
+
 def _described_tensor(tensor: Any, index: int, max_bytes: int) -> Media:
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
         source = f"tensor on {tensor.device}"
-        raise UnsupportedItem("tensors must be dense and on the CPU; call .cpu() first", index=index, source=source)
+        raise UnsupportedItem(_tensor_hint(tensor, torch), index=index, source=source)
     source = _checked_array(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), "tensor", index)
     _bounded(tensor.numel(), index, source, max_bytes)
     try:

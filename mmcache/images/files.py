@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from mmcache.errors import ImageTooLarge, UndecodableImage, UnsupportedMode
+from mmcache.errors import ImageTooLarge, ItemError, UndecodableImage, UnsupportedMode
 from mmcache.images.bounds import check_size
-from mmcache.images.jpeg_exif import collected_exif
+from mmcache.images.complaints import refused_complaints
+from mmcache.images.jpeg_segments import check_jpeg
 from mmcache.images.orientation import TURNS, UNDONE, UPRIGHT, read_orientation
 from mmcache.images.tiff_directory import check_directory
 from mmcache.media import ALPHA_MODES, DAMAGE, PilHeader, check_mode, pil_nbytes
@@ -22,6 +23,13 @@ __all__ = ["FORMATS", "Picture", "check_size", "open_file", "rebuild_pil", "to_r
 
 FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 """Formats that are decoded. Those that run other programs or scripts (EPS, WMF) are left out on purpose."""
+
+OTHER_FORMATS = {
+    b"qoif": "QOI", b"\x01\xda": "SGI", b"DDS ": "DDS", b"icns": "ICNS", b"BLP": "BLP", b"8BPS": "PSD", b"%!PS": "EPS",
+    b"#define": "XBM", b"\xff\x0a": "JPEG XL", b"\0\0\0\x0cJXL ": "JPEG XL", b"DanM": "MSP",
+    b"LinS": "MSP", b"<svg": "SVG", b"%PDF": "PDF",
+}  # fmt: skip
+"""By how their files begin. Named, so that nobody looks for damage."""
 
 _SIDES = (256, 257)
 _TILE_SIDES = (322, 323)
@@ -48,7 +56,7 @@ class Picture:
             UnsupportedMode: this Pillow lacks the library that its mode needs.
         """
         try:
-            with _pillow_limit(None):  # the header was checked; a decoder gives no more than it promised
+            with _pillow_limit(None), self._complaints():  # the header was checked; it gives no more than it promised
                 rgb = to_rgb(self._image)
                 rgb = rgb if self._turn is None else rgb.transpose(self._turn)
         except (*DAMAGE, Image.DecompressionBombError) as error:
@@ -59,6 +67,10 @@ class Picture:
             promised = f"{self.width}×{self.height}"
             raise UndecodableImage(f"damaged: its header says {promised}, its pixels are {rgb.width}×{rgb.height}")
         np.copyto(pixels, np.asarray(rgb))
+
+    def _complaints(self) -> AbstractContextManager[None]:
+        """libtiff goes on after damage, with pixels of its own making; all that it says of it goes to stderr."""
+        return refused_complaints() if self._image.format == "TIFF" else nullcontext()
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -125,8 +137,9 @@ def rebuild_pil(fields: PilHeader, raw: memoryview, max_pixels: int) -> Picture:
 
 def _opened(raw: memoryview, max_pixels: int) -> Image.Image:
     check_directory(raw)
-    check_directory(collected_exif(raw))
+    check_jpeg(raw)
     _check_plain_pnm(raw)
+    _check_pcx(raw)
     Image.init()
     try:
         return Image.open(io.BytesIO(raw), formats=[name for name in FORMATS if name in Image.OPEN])
@@ -134,10 +147,22 @@ def _opened(raw: memoryview, max_pixels: int) -> Image.Image:
         size = str(error).partition(" exceeds")[0]
         raise ImageTooLarge(f"{size}, the limit is {max_pixels} (max_pixels)") from error
     except UnidentifiedImageError as error:
-        known = ", ".join(FORMATS)
-        raise UndecodableImage(f"not a picture, or its header is broken (known formats: {known})") from error
+        raise _unidentified(bytes(raw[:16])) from error
     except DAMAGE as error:
         raise UndecodableImage(f"its header is broken: {error}") from error
+
+
+def _unidentified(start: bytes) -> ItemError:
+    known = ", ".join(FORMATS)
+    if start[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        reason = "a TIFF that is broken, or whose kind of pixels (bits, sample format) this Pillow does not know"
+        return UndecodableImage(reason)
+    if start[4:8] == b"ftyp" and start[8:11] != b"avi":
+        return UndecodableImage(f"a picture of format HEIF or a film, which is not taken (taken: {known})")
+    for magic, name in OTHER_FORMATS.items():
+        if start.startswith(magic):
+            return UndecodableImage(f"a picture of format {name}, which is not taken (taken: {known})")
+    return UndecodableImage(f"not a picture, or its header is broken (known formats: {known})")
 
 
 def _stored_size(image: Image.Image) -> tuple[int, int]:
@@ -161,6 +186,14 @@ def _check_plain_pnm(raw: memoryview) -> None:
     """The numbers of a plain PNM are text: one cut in the middle is still a number."""
     if bytes(raw[:2]) in (b"P2", b"P3") and not bytes(raw[-1:]).isspace():
         raise UndecodableImage("truncated: a plain PNM ends with white space")
+
+
+def _check_pcx(raw: memoryview) -> None:
+    """The palette of a PCX comes last: without it Pillow takes the picture for a gray one."""
+    head = bytes(raw[:70])
+    has_palette = len(head) == 70 and (head[0], head[1], head[3], head[65]) == (10, 5, 8, 1)
+    if has_palette and bytes(raw[-769:-768]) != b"\x0c":
+        raise UndecodableImage("truncated: a PCX of 8 bits and one plane ends with its palette")
 
 
 @contextmanager

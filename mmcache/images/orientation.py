@@ -12,6 +12,7 @@ import struct
 from PIL import ExifTags, Image
 
 from mmcache.errors import UndecodableImage
+from mmcache.images.jpeg_segments import without_prefixes
 from mmcache.images.tiff_directory import check_directory
 from mmcache.media import DAMAGE
 
@@ -55,9 +56,7 @@ def read_orientation(image: Image.Image, raw: memoryview) -> int:
 
 def _orientation(image: Image.Image) -> int:
     blob = _exif_blob(image)
-    while blob.startswith(b"Exif\0\0"):
-        blob = blob[6:]
-    check_directory(blob)
+    check_directory(without_prefixes(blob))
     exif = Image.Image.getexif(image)  # a PNG's own method would decode it to look for more
     number = exif.get(ExifTags.Base.Orientation, UPRIGHT)
     return int(number) if number in TURNS else UPRIGHT

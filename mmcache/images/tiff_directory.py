@@ -21,7 +21,7 @@ _TEXT_TYPES = {1, 2, 6, 7}
 _ORDERS = {b"II": "<", b"MM": ">"}
 
 
-def check_directory(data: bytes | memoryview) -> None:
+def check_directory(data: bytes | memoryview, max_numbers: int = MAX_NUMBERS) -> None:
     """Check the first directory of a TIFF file or of EXIF data; anything that is neither passes.
 
     Raises:
@@ -36,8 +36,8 @@ def check_directory(data: bytes | memoryview) -> None:
     limit = max(len(data), MIN_VALUES_BYTES)
     if num_bytes > limit:
         raise UndecodableImage(f"the values of its TIFF directory have more than {limit} bytes together")
-    if num_numbers > MAX_NUMBERS:
-        raise UndecodableImage(f"its TIFF directory holds more than {MAX_NUMBERS} numbers")
+    if num_numbers > max_numbers:
+        raise UndecodableImage(f"its TIFF directory holds more than {max_numbers} numbers")
 
 
 def _totals(data: bytes | memoryview, start: int, order: str, is_big: bool) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 
 from ipc.memory_shm import SEALS_FROZEN, ReadOnlyRegion, SharedRegion
@@ -13,6 +14,10 @@ from mmcache.server.children import connect_to_parent
 from mmcache.server.messages import Drop, Fill, Filled, Probe, Probed, StartDecoder
 from mmcache.server.pixels import OpenedMedia
 from mmcache.transport import BlockingChannel, take_descriptors
+
+BASE_BYTES = 768 << 20
+BYTES_A_PIXEL = 16
+"""Memory of its own that a decoder may have: what the largest picture takes, in several copies, and something more."""
 
 
 class Decoder:
@@ -29,6 +34,7 @@ class Decoder:
         self._max_pixels = start.max_pixels
         self._orientation = start.orientation
         self._opened: dict[int, OpenedMedia] = {}
+        _bound_memory(start.max_pixels)
 
     def serve(self) -> None:
         """Until the sidecar closes the channel."""
@@ -66,6 +72,14 @@ class Decoder:
         except ItemError as error:
             return Filled(job_id=fill.job_id, error=type(error).__name__, reason=error.reason)
         return Filled(job_id=fill.job_id)
+
+
+def _bound_memory(max_pixels: int) -> None:
+    """A file that makes a parser allocate without end fails with MemoryError, which costs it alone."""
+    limit = BASE_BYTES + BYTES_A_PIXEL * max_pixels
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or hard > limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import math
 import os
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 from ipc.memory_shm import sealed_copy
 from mmcache.errors import ITEM_ERRORS, EncodeFailed, ItemError, ProtocolError, SidecarError, UndecodableImage
@@ -89,11 +90,20 @@ class _DecoderLostError(Exception):
 
 
 class Decoders:
-    """One decoder process, restarted when it dies."""
+    """One decoder process, restarted when it dies, and another for what a decoder has died on: nobody waits behind it.
+
+    `is_for_suspects`: it is that other one.
+    """
 
     def __init__(
-        self, poller: Poller, ingest: Ingest, seed: int, max_pixels: int, orientation: str, timeout_s: float
-    ) -> None:
+        self, poller: Poller, ingest: Ingest, seed: int, max_pixels: int, orientation: str, timeout_s: float,
+        *, is_for_suspects: bool = False,
+    ) -> None:  # fmt: skip
+        self._is_for_suspects = is_for_suspects
+        self._make_other = partial(
+            Decoders, poller, ingest, seed, max_pixels, orientation, timeout_s, is_for_suspects=True
+        )
+        self._other: Decoders | None = None
         self._poller = poller
         self._ingest = ingest
         self._start = StartDecoder(seed=seed, max_pixels=max_pixels, orientation=orientation)
@@ -114,12 +124,13 @@ class Decoders:
     @property
     def pids(self) -> list[int]:
         """Process ids of the decoders that are alive."""
-        return [self._child.pid] if self._child is not None else []
+        others = self._other.pids if self._other is not None else []
+        return [self._child.pid, *others] if self._child is not None else others
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is decoded or waits to be."""
-        return not self._answers and not self._slots.locked()
+        return not self._answers and not self._slots.locked() and (self._other is None or self._other.is_idle)
 
     async def decode(self, item: Supplied, key: bytes, *, is_urgent: bool = True) -> Pixels:
         """Check an item against its key and decode it. Not to be cancelled: the process may be writing.
@@ -130,16 +141,21 @@ class Decoders:
             ItemError: as the decoder says; `ContentMismatch` when the bytes are not those of the key.
             IngestBusyError: there is no room to spare for what is not urgent.
         """
-        num_deaths = 0
         async with self._slots:
             for _ in range(MAX_TRIES):
                 try:
                     return await self._decode_once(item, key, is_urgent)
                 except _DecoderLostError as lost:
-                    num_deaths += lost.was_at_work
-                    if num_deaths == 2:  # the first may have been somebody else's doing
-                        raise UndecodableImage("two decoders died or hung on it") from None
-        raise EncodeFailed("no decoder lived long enough to decode it")
+                    if lost.was_at_work:
+                        break
+            else:
+                raise EncodeFailed("no decoder lived long enough to decode it")
+        if self._is_for_suspects:
+            raise UndecodableImage("two decoders died or hung on it")
+        if self._other is None:
+            self._other = self._make_other()
+            self._other._spawn()
+        return await self._other.decode(item, key, is_urgent=is_urgent)  # the first death may have been another's doing
 
     async def start(self) -> None:
         """Start the process and decode one pixel: returns once it is up and well.
@@ -162,6 +178,8 @@ class Decoders:
     async def stop(self, timeout_s: float) -> None:
         """End the process."""
         self._stopping = True
+        if self._other is not None:
+            await self._other.stop(timeout_s)
         if self._child is not None:
             await self._child.stop(timeout_s)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from mmcache.errors import ImageTooLarge, ItemError, UndecodableImage
-from mmcache.images.jpeg_exif import collected_exif
+from mmcache.images.jpeg_segments import collected_exif
 from mmcache.images.tiff_directory import check_directory
 from tests.mmcache.picture_files import (
     GRAY,

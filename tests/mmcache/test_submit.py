@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -178,3 +180,26 @@ def test_keys_that_are_given_are_believed_for_hits_and_checked_for_misses(sideca
             client.encode([image(1), image(2)], keys=[key])
         with pytest.raises(TypeError, match=r"keys\[0\] must be a ContentKey"):
             client.encode([image(1)], keys=["abc"])  # type: ignore[list-item]
+
+
+def test_nothing_of_a_call_lives_on_in_cycles(sidecar: SidecarProcess) -> None:
+    """Leases that are dropped end at once, and items are not kept, with no help of the collector."""
+    with sidecar.connect() as client:
+        gc.collect()
+        gc.disable()
+        try:
+            picture = image(1)
+            item = weakref.ref(picture)
+            (lease,) = client.encode([picture])
+            del picture
+            assert item() is None
+            with pytest.warns(ResourceWarning):
+                del lease
+            handle = client.submit([image(1)])
+            (lease,) = handle.result()
+            del handle
+            with pytest.warns(ResourceWarning):
+                del lease
+            assert client.stats()["leases"]["active"] == 0
+        finally:
+            gc.enable()

@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from mmcache.errors import ImageTooLarge, ItemError, UndecodableImage, UnsupportedMode
 from mmcache.images.bounds import check_size
 from mmcache.images.complaints import refused_complaints
-from mmcache.images.jpeg_segments import check_jpeg
+from mmcache.images.jpeg_segments import check_jpeg, check_jpeg_length
 from mmcache.images.orientation import TURNS, UNDONE, UPRIGHT, read_orientation
 from mmcache.images.tiff_directory import check_directory
 from mmcache.media import ALPHA_MODES, DAMAGE, PilHeader, check_mode, pil_nbytes
@@ -101,6 +101,7 @@ def open_file(raw: memoryview, max_pixels: int, orientation: str) -> Picture:
         image = _opened(raw, max_pixels)
         width, height = _stored_size(image)
         check_size(width, height, max_pixels)
+        check_jpeg_length(raw)
         check_mode(image.mode)
         is_tiff = image.format == "TIFF"
         number = read_orientation(image, raw) if is_tiff or orientation == "exif" else UPRIGHT

@@ -32,21 +32,34 @@ def check_jpeg(raw: memoryview) -> None:
     """Check a JPEG before Pillow reads it; anything else passes.
 
     Raises:
-        UndecodableImage: more of something than a picture needs, or fewer bytes than its pixels take.
+        UndecodableImage: more of something than a picture needs.
     """
     if bytes(raw[:3]) != b"\xff\xd8\xff":
         return
-    num_blocks, least_bits, end = 0, 0, raw.nbytes
+    end = raw.nbytes
     for marker, start, stop in _segments(raw):
         end = stop
         if marker == _APP2 and bytes(raw[start : start + len(_MPF)]) == _MPF:
             check_directory(raw[start + len(_MPF) : stop], MAX_MPF_NUMBERS)
-        elif marker in _FRAMES:
-            num_blocks, least_bits = _num_blocks(raw[start:stop]), _FRAMES[marker]
     check_directory(without_prefixes(collected_exif(raw)))
     _check_scans(raw, end)
-    if (raw.nbytes - end) * 8 < num_blocks * least_bits:
-        raise UndecodableImage(f"truncated: {raw.nbytes - end} bytes are too few for the pixels that its header says")
+
+
+def check_jpeg_length(raw: memoryview) -> None:
+    """Check that a JPEG has as many bytes as its pixels take at least.
+
+    Raises:
+        UndecodableImage: it has not; libjpeg would make the rest gray.
+    """
+    if bytes(raw[:3]) != b"\xff\xd8\xff":
+        return
+    num_bits, end = 0, raw.nbytes
+    for marker, start, stop in _segments(raw):
+        end = stop
+        if marker in _FRAMES:
+            num_bits = _num_blocks(raw[start:stop]) * _FRAMES[marker]
+    if (left := max(0, raw.nbytes - end)) * 8 < num_bits:
+        raise UndecodableImage(f"truncated: {left} bytes are too few for the pixels that its header says")
 
 
 def collected_exif(raw: memoryview) -> bytes:

@@ -179,7 +179,7 @@ class AsyncClient(AsyncAsking):
             pump.core.cancel(pending)
             pump.send_what_goes()
             raise
-        return [result for result in pending.results if result is not None]
+        return pending.give()
 
     async def _find_room(self, pump: AsyncPump, call: StageCall, deadline: float) -> None:
         questions = call.questions(pump, deadline)

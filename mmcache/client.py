@@ -230,7 +230,7 @@ class Client(Asking):
                 pump.core.cancel(pending)
                 pump.send_what_goes()
             raise
-        return [result for result in pending.results if result is not None]
+        return pending.give()
 
     def _usable(self, deadline: float) -> Pump:
         """The connection, made again if it was lost and that is wanted."""

@@ -108,9 +108,9 @@ class EncodeCall:
         for request in self._requests:
             places = request.part.places
             if isinstance(places, range):
-                results[places.start : places.stop] = request.results
+                results[places.start : places.stop] = request.give()
             else:
-                for place, result in zip(places, request.results, strict=True):
+                for place, result in zip(places, request.give(), strict=True):
                     results[place] = result
         self._let_go()
         settled = cast("list[Result]", results)

@@ -52,9 +52,10 @@ class Lease:
     Attributes:
         key: content key of the item; `str()` is 32 hex digits.
         offer: token of the shares that others may claim, 0 if there are none; `ref` says the rest.
+        is_given: whether it was handed to the user; one that was not ends without a warning.
     """
 
-    __slots__ = ("_core", "_held", "_record", "_region", "_served", "_share", "_token", "key", "offer")
+    __slots__ = ("_core", "_held", "_record", "_region", "_served", "_share", "_token", "is_given", "key", "offer")
 
     def __init__(
         self, core: ClientCore, token: int, key: ContentKey, region: ReadOnlyRegion, served: Served,
@@ -64,6 +65,7 @@ class Lease:
         self._token = token
         self.key = key
         self.offer = 0
+        self.is_given = False
         self._served = served
         self._region = region
         self._record = record  # a `Grant` when it is looked at: most leases are asked for little, and there are many
@@ -213,7 +215,8 @@ class Lease:
         if core is None or self._token not in core.live or self._token in core.held or not core.is_mine:
             return
         try:
-            _warn(f"{self!r} was dropped unreleased", ResourceWarning, source=self, stacklevel=1)
+            if self.is_given:
+                _warn(f"{self!r} was dropped unreleased", ResourceWarning, source=self, stacklevel=1)
         finally:  # also where warnings are errors
             if self._share is None:
                 core.acknowledge(self._token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from pydantic import BaseModel
 
@@ -50,6 +50,13 @@ class Pending:
 
     def granted(self) -> None:
         """Positions have got their leases."""
+
+    def give(self) -> list[Result]:
+        """The results are the user's from now on. All are there."""
+        for result in self.results:
+            if isinstance(result, Lease):
+                result.is_given = True
+        return cast("list[Result]", self.results)
 
     def settled(self) -> Sequence[Pending]:
         """It is done: the requests whose grants are their user's from now on, and are not recalled any more."""

@@ -8,7 +8,6 @@ import itertools
 import logging
 import threading
 from collections.abc import Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,11 +34,46 @@ def client(shared_sidecar: SidecarProcess) -> Iterator[mmcache.Client]:
         yield client
 
 
+class Standby:
+    """Starts the next test's sidecar while a test runs: most of a start is importing torch."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._next: SidecarProcess | None = None
+
+    def take(self) -> SidecarProcess:
+        """One that is ready and that nobody has had."""
+        sidecar, self._next = self._next or self._launched(), None
+        sidecar.wait_ready()
+        self._next = self._launched()
+        return sidecar
+
+    def end(self) -> None:
+        if self._next is not None:
+            self._next.wait_ready().stop()
+
+    def _launched(self) -> SidecarProcess:
+        sidecar = SidecarProcess(self._factory.mktemp("sidecar"))
+        sidecar.launch()
+        return sidecar
+
+
+@pytest.fixture(scope="session")
+def standby(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standby]:
+    standby = Standby(tmp_path_factory)
+    yield standby
+    standby.end()
+
+
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[SidecarProcess]:
+def sidecar(standby: Standby) -> Iterator[SidecarProcess]:
     """A sidecar of the test's own, with one rank and small memory."""
-    with SidecarProcess(tmp_path) as sidecar:
+    sidecar = standby.take()
+    try:
         yield sidecar
+    finally:
+        if sidecar.process is not None and sidecar.process.poll() is None:
+            sidecar.stop()
 
 
 @pytest.fixture(scope="module")

@@ -43,10 +43,18 @@ class SidecarProcess:
         self.ready_line = ""
 
     def start(self) -> Self:
+        self.launch()
+        return self.wait_ready()
+
+    def launch(self) -> None:
+        """Start it without waiting until it is ready."""
         self.process = subprocess.Popen(
             self._command, stdout=subprocess.PIPE, stderr=(self.folder / "log").open("a"), text=True,
             env=clean_environ(), start_new_session=True,
         )  # fmt: skip
+
+    def wait_ready(self) -> Self:
+        assert self.process is not None
         assert self.process.stdout is not None
         self.ready_line = self.process.stdout.readline()
         assert " ready on " in self.ready_line, self.log()

@@ -253,6 +253,8 @@ async def main():
     client = await mmcache.AsyncClient.connect(sys.argv[1])
     calls = [asyncio.ensure_future(client.encode([image(seed, 840, 1120)])) for seed in range(20_000, 20_008)]
     await asyncio.sleep(0.03)
+    for lease in [lease for call in calls if call.done() for lease in call.result()]:
+        lease.release()
     if sys.argv[2] == "close":
         await client.close()
         await asyncio.gather(*calls, return_exceptions=True)

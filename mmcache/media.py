@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mmcache.array_checks import checked_array
 from mmcache.errors import ImageTooLarge, UndecodableImage, UnreadableItem, UnsupportedItem, UnsupportedMode
 
 if TYPE_CHECKING:
@@ -37,22 +38,6 @@ DAMAGE = (
     struct.error, zlib.error,
 )  # fmt: skip
 """What Pillow raises on damaged files. Anything else ends the decoder, which costs this item alone."""
-
-
-ANY = -1
-SHAPE_HINTS = (
-    (1, 0, ANY, "for an encoded file give its bytes"),
-    (3, 0, 3, "this may be 3×H×W: {move}(x, 0, -1)"),
-    (3, 2, 4, "this may be RGBA: Image.fromarray({array}) is composited on white"),
-    (3, 2, 1, "this may be gray: x[..., 0]"),
-    (3, 0, 1, "this may be gray: x[0]"),
-    (3, 0, ANY, "for gray frames: x[..., None][..., [0, 0, 0]]"),
-    (4, 1, 3, "this may be T×3×H×W: {move}(x, 1, -1)"),
-    (4, 0, 3, "this may be 3×T×H×W: {move}(x, 0, -1)"),
-    (4, 3, 4, "this may be RGBA: x[..., :3] drops the transparency"),
-    (4, 3, 1, "this may be gray: x[..., [0, 0, 0]]"),
-)
-"""What an array of a wrong shape may be, and how it becomes an item: axes, one of them and its length, hint."""
 
 Side = Annotated[int, Field(ge=1, lt=1 << 31)]
 
@@ -171,7 +156,7 @@ def _described_path(item: str | os.PathLike[str], index: int, max_bytes: int) ->
 
 def _described_array(array: np.ndarray[Any, Any], index: int, max_bytes: int) -> Media:
     dtype = "uint8" if array.dtype == np.uint8 else array.dtype.name  # a name takes longer than a comparison
-    source = _checked_array(array.shape, dtype, "array", index)
+    source = checked_array(array.shape, dtype, "array", index)
     if isinstance(array, np.ma.MaskedArray):
         raise UnsupportedItem("a masked array has no pixels where its mask is; x.filled(0)", index=index, source=source)
     return _media_of_array(array, source, index, max_bytes)
@@ -192,7 +177,7 @@ def _described_tensor(tensor: Any, index: int, max_bytes: int) -> Media:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
         source = f"tensor on {tensor.device}"
         raise UnsupportedItem(_tensor_hint(tensor, torch), index=index, source=source)
-    source = _checked_array(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), "tensor", index)
+    source = checked_array(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), "tensor", index)
     _bounded(tensor.numel(), index, source, max_bytes)
     try:
         array = tensor.numpy(force=True)  # else a negated view is refused
@@ -207,38 +192,6 @@ def _media_of_array(array: np.ndarray[Any, Any], source: str, index: int, max_by
     header = f'{{"dtype":"uint8","shape":[{shape}]}}'.encode()  # as ArrayHeader.canonical() has it
     contiguous = np.ascontiguousarray(array)
     return Media(ARRAY, header, contiguous.data.cast("B"), contiguous.nbytes, source)
-
-
-def _checked_array(shape: tuple[int, ...], dtype: str, what: str, index: int) -> str:
-    """Return what errors call it. Raises UnsupportedItem unless it is pixels; how to convert is said, not guessed."""
-    source = f"{what} {'×'.join(map(str, shape)) or 'without axes'}"
-    num_axes, is_tensor = len(shape), what == "tensor"
-    if dtype != "uint8":
-        cast = ".to(torch.uint8)" if is_tensor else ".astype('uint8')"
-        reason = f"pixels must be uint8, 0 to 255, not {dtype}; {_dtype_hint(dtype, cast)}"
-        raise UnsupportedItem(reason, index=index, source=f"{source} {dtype}")
-    if 0 in shape or not (num_axes == 2 or (num_axes in (3, 4) and shape[-1] == 3)):
-        hint = _shape_hint(shape, "torch.movedim" if is_tensor else "np.moveaxis", "x.numpy()" if is_tensor else "x")
-        reason = f"pixels must have the shape H×W×3, H×W (gray) or T×H×W×3 (a video chunk); {hint}"
-        raise UnsupportedItem(reason, index=index, source=source)
-    return source
-
-
-def _dtype_hint(dtype: str, cast: str) -> str:
-    if dtype == "bool":
-        return f"for black and white: x{cast} * 255"
-    if "float" in dtype:
-        return f"for values of 0 to 1: (x * 255).round(){cast}"
-    if "int" in dtype:
-        return f"for values of 0 to 255: x{cast}" + f", for all 16 bits: (x >> 8){cast}" * dtype.endswith("16")
-    return "convert it to values of 0 to 255 first"
-
-
-def _shape_hint(shape: tuple[int, ...], move: str, array: str) -> str:
-    if 0 in shape:
-        return "this has no pixels"
-    fits = (hint for num_axes, axis, side, hint in SHAPE_HINTS if len(shape) == num_axes and side in (shape[axis], ANY))
-    return next(fits, "each picture or chunk is an item of its own").format(move=move, array=array)
 
 
 def _described_pil(image: Image.Image, index: int, max_bytes: int) -> Media:
@@ -261,6 +214,7 @@ def _pil_header(image: Image.Image, index: int, source: str) -> PilHeader:
     if image.mode in ("P", "PA") and image.palette is not None:
         mode = image.palette.mode
         palette = bytes(image.getpalette(mode) or ())
+    _check_transparency(image, index, source)
     try:
         return PilHeader(
             mode=image.mode, size=image.size, palette_mode=mode, palette=palette,
@@ -269,6 +223,17 @@ def _pil_header(image: Image.Image, index: int, source: str) -> PilHeader:
     except ValidationError as error:
         field = error.errors()[0]["loc"][0]
         raise UnsupportedItem(f"its {field} is not one that Pillow gives", index=index, source=source) from error
+
+
+def _check_transparency(image: Image.Image, index: int, source: str) -> None:
+    """Refuse what Pillow would not composite; the decoder would find it out, and take it for damage."""
+    if image.info.get("transparency") is None or image.mode in ALPHA_MODES:
+        return
+    try:
+        image.crop((0, 0, 1, 1)).convert("RGBA")
+    except DAMAGE as error:
+        reason = f"its transparency is not one that Pillow takes for mode {image.mode!r}: {error}"
+        raise UnsupportedItem(f"{reason}; del image.info['transparency']", index=index, source=source) from error
 
 
 def pil_nbytes(mode: str, size: tuple[int, int]) -> int:

@@ -22,7 +22,7 @@ LEAVES = {"_version", "paths", "sizes"}
 GROUPS = {
     "protocol": {"framing", "protocol", "records", "transport"},
     "config": {"config", "config_sources"},
-    "media": {"media", "patches"},
+    "media": {"media", "patches", "array_checks"},
     "client": {
         "__init__",
         "aio",

@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from mmcache.errors import ImageTooLarge, ItemError, UndecodableImage, UnsupportedMode
+from mmcache.errors import ImageTooLarge, UndecodableImage, UnsupportedMode
+from mmcache.images.avif_exif import check_avif
 from mmcache.images.bounds import check_size
+from mmcache.images.comments import check_gif, check_pnm
 from mmcache.images.complaints import refused_complaints
 from mmcache.images.jpeg_segments import check_jpeg, check_jpeg_length
 from mmcache.images.orientation import TURNS, UNDONE, UPRIGHT, read_orientation
 from mmcache.images.tiff_directory import check_directory
+from mmcache.images.unidentified import unidentified
 from mmcache.media import ALPHA_MODES, DAMAGE, PilHeader, check_mode, pil_nbytes
 
 __all__ = ["FORMATS", "Picture", "check_size", "open_file", "rebuild_pil", "to_rgb"]
@@ -24,15 +27,10 @@ __all__ = ["FORMATS", "Picture", "check_size", "open_file", "rebuild_pil", "to_r
 FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 """Formats that are decoded. Those that run other programs or scripts (EPS, WMF) are left out on purpose."""
 
-OTHER_FORMATS = {
-    b"qoif": "QOI", b"\x01\xda": "SGI", b"DDS ": "DDS", b"icns": "ICNS", b"BLP": "BLP", b"8BPS": "PSD", b"%!PS": "EPS",
-    b"#define": "XBM", b"\xff\x0a": "JPEG XL", b"\0\0\0\x0cJXL ": "JPEG XL", b"DanM": "MSP",
-    b"LinS": "MSP", b"<svg": "SVG", b"%PDF": "PDF",
-}  # fmt: skip
-"""By how their files begin. Named, so that nobody looks for damage."""
-
 _SIDES = (256, 257)
 _TILE_SIDES = (322, 323)
+_PCX_PALETTE_BYTES = 769
+_PCX_GRAY = b"\2\0"
 
 
 class Picture:
@@ -139,31 +137,22 @@ def rebuild_pil(fields: PilHeader, raw: memoryview, max_pixels: int) -> Picture:
 def _opened(raw: memoryview, max_pixels: int) -> Image.Image:
     check_directory(raw)
     check_jpeg(raw)
-    _check_plain_pnm(raw)
+    check_avif(raw)
+    check_gif(raw)
+    check_pnm(raw)
     _check_pcx(raw)
     Image.init()
     try:
-        return Image.open(io.BytesIO(raw), formats=[name for name in FORMATS if name in Image.OPEN])
+        image = Image.open(io.BytesIO(raw), formats=[name for name in FORMATS if name in Image.OPEN])
     except Image.DecompressionBombError as error:
         size = str(error).partition(" exceeds")[0]
         raise ImageTooLarge(f"{size}, the limit is {max_pixels} (max_pixels)") from error
     except UnidentifiedImageError as error:
-        raise _unidentified(bytes(raw[:16])) from error
+        raise unidentified(raw, FORMATS) from error
     except DAMAGE as error:
         raise UndecodableImage(f"its header is broken: {error}") from error
-
-
-def _unidentified(start: bytes) -> ItemError:
-    known = ", ".join(FORMATS)
-    if start[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-        reason = "a TIFF that is broken, or whose kind of pixels (bits, sample format) this Pillow does not know"
-        return UndecodableImage(reason)
-    if start[4:8] == b"ftyp" and start[8:11] != b"avi":
-        return UndecodableImage(f"a picture of format HEIF or a film, which is not taken (taken: {known})")
-    for magic, name in OTHER_FORMATS.items():
-        if start.startswith(magic):
-            return UndecodableImage(f"a picture of format {name}, which is not taken (taken: {known})")
-    return UndecodableImage(f"not a picture, or its header is broken (known formats: {known})")
+    _cut_palette(image, raw)
+    return image
 
 
 def _stored_size(image: Image.Image) -> tuple[int, int]:
@@ -183,18 +172,21 @@ def _check_tiles(image: Image.Image, max_pixels: int) -> None:
         raise ImageTooLarge(f"tiles of {width}×{height}, the limit is {max_pixels} pixels (max_pixels)")
 
 
-def _check_plain_pnm(raw: memoryview) -> None:
-    """The numbers of a plain PNM are text: one cut in the middle is still a number."""
-    if bytes(raw[:2]) in (b"P2", b"P3") and not bytes(raw[-1:]).isspace():
-        raise UndecodableImage("truncated: a plain PNM ends with white space")
-
-
 def _check_pcx(raw: memoryview) -> None:
     """The palette of a PCX comes last: without it Pillow takes the picture for a gray one."""
-    head = bytes(raw[:70])
-    has_palette = len(head) == 70 and (head[0], head[1], head[3], head[65]) == (10, 5, 8, 1)
-    if has_palette and bytes(raw[-769:-768]) != b"\x0c":
+    has_palette = _has_palette_last(bytes(raw[:70]))
+    if has_palette and bytes(raw[-_PCX_PALETTE_BYTES:][:1]) != b"\x0c":
         raise UndecodableImage("truncated: a PCX of 8 bits and one plane ends with its palette")
+
+
+def _has_palette_last(head: bytes) -> bool:
+    return len(head) == 70 and (head[0], head[1], head[3], head[65]) == (10, 5, 8, 1) and head[68:] != _PCX_GRAY
+
+
+def _cut_palette(image: Image.Image, raw: memoryview) -> None:
+    """The pixels of a PCX end before its palette. Where they do not, it is cut, and the palette is a part of them."""
+    if image.format == "PCX" and _has_palette_last(bytes(raw[:70])):
+        image.fp = io.BytesIO(raw[:-_PCX_PALETTE_BYTES])  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Bounded: Pillow joins segments, strips prefixes and steps over padding in ways t
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 
@@ -16,6 +17,10 @@ from mmcache.images.tiff_directory import check_directory
 PREFIX = b"Exif\0\0"
 MAX_PREFIXES = 8
 MAX_EXIF_BYTES = 8 << 20
+MAX_EXIF_SEGMENTS = 256
+"""Twice as many as `MAX_EXIF_BYTES` fill."""
+
+MAX_SEGMENTS = 1 << 16
 MAX_PADDING_BYTES = 1 << 20
 MAX_MPF_NUMBERS = 4096
 MAX_SCANS = 100
@@ -26,6 +31,10 @@ _MPF = b"MPF\0"
 _FRAMES = {0xFFC0: 2, 0xFFC1: 2, 0xFFC2: 1}
 """Start of a Huffman-coded frame, and the least bits that a block of 8×8 takes in it."""
 _MARKER_AND_LENGTH = struct.Struct(">HH")
+_NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+"""In the pixels' data: there a byte of all ones is followed by zero or is part of a restart marker."""
+
+_END_OF_IMAGE, _TEMPORARY = 0xFFD9, 0xFF01
 
 
 def check_jpeg(raw: memoryview) -> None:
@@ -72,8 +81,8 @@ def collected_exif(raw: memoryview) -> bytes:
         return b""
     parts = [raw[start:stop] for marker, start, stop in _segments(raw) if marker == _APP1]
     exif = [part[len(PREFIX) :] for part in parts if bytes(part[: len(PREFIX)]) == PREFIX]
-    if sum(part.nbytes for part in exif) > MAX_EXIF_BYTES:
-        raise UndecodableImage(f"its EXIF data has more than {MAX_EXIF_BYTES} bytes")
+    if sum(part.nbytes for part in exif) > MAX_EXIF_BYTES or len(exif) > MAX_EXIF_SEGMENTS:
+        raise UndecodableImage(f"its EXIF data has more than {MAX_EXIF_BYTES} bytes or {MAX_EXIF_SEGMENTS} segments")
     return b"".join(exif)
 
 
@@ -93,7 +102,7 @@ def without_prefixes(exif: bytes) -> bytes:
 
 def _segments(raw: memoryview) -> Iterator[tuple[int, int, int]]:
     """Marker, start and end of the data of each segment before the pixels, as Pillow walks over them."""
-    offset, num_padding = 2, 0
+    offset, num_padding, num_segments = 2, 0, 0
     while offset + _MARKER_AND_LENGTH.size <= raw.nbytes:
         marker, nbytes = _MARKER_AND_LENGTH.unpack_from(raw, offset)
         if marker >> 8 != 0xFF or marker == 0xFFFF:  # junk, or padding before a marker
@@ -106,13 +115,17 @@ def _segments(raw: memoryview) -> Iterator[tuple[int, int, int]]:
             break
         elif MARKER[marker][2] is None:  # stands alone
             offset += 2
+            num_padding += 2
         else:
+            num_segments += 1
             start, offset = offset + 4, offset + 2 + max(nbytes, 2)
             yield marker, start, offset
             if marker == _START_OF_SCAN:
                 break
         if num_padding > MAX_PADDING_BYTES:
             raise UndecodableImage(f"more than {MAX_PADDING_BYTES} bytes between its segments belong to none")
+        if num_segments > MAX_SEGMENTS:
+            raise UndecodableImage(f"more than {MAX_SEGMENTS} segments come before its pixels")
 
 
 def _num_blocks(frame: memoryview) -> int:
@@ -130,10 +143,18 @@ def _num_blocks(frame: memoryview) -> int:
 
 
 def _check_scans(raw: memoryview, start: int) -> None:
-    """In the pixels' data a byte of all ones is followed by zero or a restart marker: such a pair begins a scan."""
-    data, num_scans, at = bytes(raw[start:]), 0, 0
-    end = data.find(b"\xff\xd9")
-    while (at := data.find(b"\xff\xda", at, end if end >= 0 else None)) >= 0:
-        num_scans, at = num_scans + 1, at + 2
+    """Walk as libjpeg does over scans and what lies between them, to the end of the image: phones append films."""
+    offset, num_scans, num_segments = start, 1, 0
+    while (found := _NEXT_MARKER.search(raw, offset)) is not None:
+        offset = found.start()
+        if offset + _MARKER_AND_LENGTH.size > raw.nbytes:
+            return
+        marker, nbytes = _MARKER_AND_LENGTH.unpack_from(raw, offset)
+        if marker == _END_OF_IMAGE:
+            return
+        offset += 2 if marker == _TEMPORARY else 2 + max(nbytes, 2)
+        num_scans, num_segments = num_scans + (marker == _START_OF_SCAN), num_segments + 1
         if num_scans > MAX_SCANS:
             raise UndecodableImage(f"it has more than {MAX_SCANS} scans")
+        if num_segments > MAX_SEGMENTS:
+            raise UndecodableImage(f"more than {MAX_SEGMENTS} segments come between its scans")

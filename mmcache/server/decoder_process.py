@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import sys
@@ -84,6 +85,7 @@ def _bound_memory(max_pixels: int) -> None:
 
 def main() -> None:
     """Entry point of the process."""
+    logging.getLogger("PIL").addHandler(logging.NullHandler())  # what it says of files would fill the sidecar's log
     channel = connect_to_parent(sys.argv)
     try:
         Decoder(channel).serve()

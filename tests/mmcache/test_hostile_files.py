@@ -11,10 +11,16 @@ import pytest
 from PIL import Image
 
 import mmcache
-from mmcache.errors import ItemError, UndecodableImage, UnreadableItem, UnsupportedItem
-from mmcache.images.jpeg_segments import MAX_PADDING_BYTES, MAX_PREFIXES, MAX_SCANS
+from mmcache.errors import ItemError, UndecodableImage, UnreadableItem, UnsupportedItem, UnsupportedMode
+from mmcache.images.jpeg_segments import (
+    MAX_EXIF_SEGMENTS,
+    MAX_PADDING_BYTES,
+    MAX_PREFIXES,
+    MAX_SCANS,
+    MAX_SEGMENTS,
+)
 from mmcache.media import describe
-from tests.mmcache.picture_files import decoded, exif, photograph, saved
+from tests.mmcache.picture_files import RGB, chunk, decoded, exif, has_avif, photograph, png, saved, tiff
 from tests.mmcache.support import SidecarProcess, image
 
 
@@ -47,6 +53,48 @@ def test_more_prefixes_than_can_be_an_accident() -> None:
 def test_directories_of_several_pictures_are_bounded(kind: int, count: int) -> None:
     with pytest.raises(UndecodableImage, match="directory"):
         decoded(with_segment(0xFFE2, b"MPF\0" + directory(1000, kind, count)))
+
+
+@pytest.mark.parametrize("num_prefixes", [0, 1, 2])
+def test_directories_of_an_avif_are_bounded(num_prefixes: int) -> None:
+    if not has_avif():
+        pytest.skip("this Pillow has no AVIF")
+    hostile = b"Exif\0\0" * num_prefixes + directory(500, 2, 5000)
+    harmless = directory(0, 2, 0).ljust(len(hostile), b"\0")
+    good = saved(photograph(), "AVIF", exif=b"Exif\0\0" + harmless)
+    assert decoded(good).shape == (64, 96, 3)
+    assert good.count(harmless) == 1
+    for orientation in ("exif", "ignore"):
+        with pytest.raises(UndecodableImage, match=r"directory|Invalid Exif"):
+            decoded(good.replace(harmless, hostile), orientation=orientation)
+
+
+def test_segments_are_bounded() -> None:
+    jpeg = saved(photograph(), "JPEG")
+    exif_segment = struct.pack(">HH", 0xFFE1, 9) + b"Exif\0\0a"
+    for segment, number, says in (
+        (exif_segment, MAX_EXIF_SEGMENTS, "EXIF data has more than"),
+        (b"\xff\xe5\0\2", MAX_SEGMENTS - 50, "segments come before its pixels"),
+        (b"\xff\xd0", MAX_PADDING_BYTES // 2, "belong to none"),
+    ):
+        np.testing.assert_array_equal(decoded(jpeg[:2] + segment * number + jpeg[2:]), decoded(jpeg))
+        with pytest.raises(UndecodableImage, match=says):
+            decoded(jpeg[:2] + segment * (number + 60) + jpeg[2:])
+
+
+def test_scans_behind_what_looks_like_the_end_are_counted() -> None:
+    progressive = saved(photograph(), "JPEG", progressive=True)
+    last = progressive.rindex(b"\xff\xda")
+    scan, comment = progressive[last:-2], b"\xff\xfe\0\4\xff\xd9"
+    few, many = (progressive[:last] + comment + scan * number + progressive[-2:] for number in (5, MAX_SCANS))
+    assert decoded(few).shape == (64, 96, 3)
+    with pytest.raises(UndecodableImage, match=f"more than {MAX_SCANS} scans"):
+        decoded(many)
+    np.testing.assert_array_equal(  # what looks like scans in a comment is none
+        decoded(progressive[:last] + b"\xff\xfe\1\2" + b"\xff\xda" * 128 + progressive[last:]), decoded(progressive)
+    )
+    with pytest.raises(UndecodableImage, match="come between its scans"):
+        decoded(progressive[:last] + b"\xff\xfe\0\2" * (MAX_SEGMENTS + 1) + progressive[last:])
 
 
 def test_padding_and_scans_are_bounded() -> None:
@@ -93,14 +141,33 @@ def test_a_pcx_without_its_palette() -> None:
     assert decoded(whole).shape == (64, 96, 3)
     with pytest.raises(UndecodableImage, match="palette"):
         decoded(whole[:-741])
+    twelve = Image.new("P", (64, 64), 12)  # the byte that begins a palette
+    twelve.putpalette(photograph().convert("P").getpalette() or b"")
+    noisy = twelve.copy()
+    noisy.putdata([(12, 13)[index % 2] for index in range(64 * 64)])
+    for picture in (twelve, noisy):
+        data = saved(picture, "PCX")
+        np.testing.assert_array_equal(decoded(data), np.asarray(picture.convert("RGB")))
+        for num_cut in (*range(1, 60), 767, 768, 769, 770):
+            with pytest.raises(UndecodableImage):
+                decoded(data[:-num_cut])
+
+
+def test_a_gray_pcx_has_no_palette() -> None:
+    data = bytearray(saved(photograph().convert("L"), "PCX")[:-769])
+    data[68] = 2
+    np.testing.assert_array_equal(decoded(bytes(data))[..., 0], np.asarray(photograph().convert("L")))
 
 
 def test_formats_that_are_not_taken_are_named() -> None:
     for data, name in ((b"qoif" + bytes(20), "QOI"), (b"8BPS" + bytes(20), "PSD"), (b"\0\0\0\x18ftypheic", "HEIF")):
         with pytest.raises(UndecodableImage, match=name):
             decoded(data)
-    with pytest.raises(UndecodableImage, match="kind of pixels"):
+    with pytest.raises(UndecodableImage, match="a TIFF whose header is broken"):
         decoded(b"II*\0" + bytes(30))
+    tags = {256: (4, 1, 4), 257: (4, 1, 4), 258: (3, 1, 64), 262: (3, 1, 1), 273: (4, 1, 8), 339: (3, 1, 3)}
+    with pytest.raises(UnsupportedMode, match="kind of pixels"):
+        decoded(tiff(tags, bytes(128)))
 
 
 class OddPath:
@@ -112,7 +179,7 @@ def test_odd_paths_buffers_and_names_cost_one_item(client: mmcache.Client) -> No
     with pytest.raises(UnreadableItem, match="no path today"):
         describe(OddPath(), 0, 1000)
     with pytest.raises(UnsupportedItem, match="one axis"):
-        describe(memoryview(np.zeros((4, 4))), 0, 1000)
+        describe(np.zeros((4, 4)).data, 0, 1000)
     assert len(str(client.encode(["x" * 100_000], errors="return")[0])) < 1000
     results = client.encode([OddPath(), image(1)], errors="return")
     assert isinstance(results[0], UnreadableItem)
@@ -121,7 +188,7 @@ def test_odd_paths_buffers_and_names_cost_one_item(client: mmcache.Client) -> No
 
 def test_a_file_that_hangs_the_decoder_fails_alone(tmp_path: Path) -> None:
     """Twice its time passes, in two decoders; the others wait for the first time at most."""
-    slow = b"P6 #" + b"x" * (40 << 20) + b"\n96 64 255\n" + bytes(96 * 64 * 3)
+    slow = png(np.asarray(photograph()), 8, RGB, before=chunk(b"aaAa", b"") * 1_000_000)
     with SidecarProcess(tmp_path, decode_timeout_s="0.5") as sidecar, sidecar.connect() as client:
         good = [saved(photograph().rotate(turn), "PNG") for turn in range(4)]
         results = client.encode([slow, *good], errors="return")
@@ -135,6 +202,37 @@ def test_a_file_that_hangs_the_decoder_fails_alone(tmp_path: Path) -> None:
         client.encode([image(5)])[0].release()
         assert isinstance(handle.result()[0], UndecodableImage)
         assert len(client.stats()["decoders"]["pids"]) <= 2
+
+
+def test_what_pillow_says_of_a_file_is_not_in_the_log(sidecar: SidecarProcess) -> None:
+    many_samples = tiff({256: (4, 1, 4), 257: (4, 1, 4), 258: (3, 1, 8), 262: (3, 1, 1), 277: (3, 1, 9999)})
+    with sidecar.connect() as client:
+        assert isinstance(client.encode([many_samples], errors="return")[0], UndecodableImage)
+    assert "samples" not in sidecar.log()
+
+
+@pytest.mark.parametrize(
+    ("mode", "transparency"),
+    [
+        ("RGB", (1, 2, 3, 4, 5)),
+        ("RGB", b"\0\0\0"),
+        ("L", b"\0\0\0"),
+        ("L", (1, 2, 3, 4)),
+        ("1", 10**30),
+        ("P", 999),
+        ("P", -1),
+        ("P", 10**30),
+        ("P", (1, 2, 3)),
+    ],
+)
+def test_transparency_that_pillow_does_not_take(mode: str, transparency: object) -> None:
+    picture = photograph().convert(mode)
+    picture.info["transparency"] = transparency
+    with pytest.raises(UnsupportedItem, match=f"transparency is not one that Pillow takes for mode '{mode}'") as caught:
+        describe(picture, 3, 1 << 20)
+    assert caught.value.index == 3
+    del picture.info["transparency"]
+    assert describe(picture, 3, 1 << 20).kind == "pil"
 
 
 def test_memory_of_a_decoder_is_bounded(sidecar: SidecarProcess) -> None:

@@ -93,14 +93,19 @@ def test_tensors_of_other_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize(
     ("make", "hint"),
     [
         (lambda tensor: tensor.to_sparse(), r"\.to_dense\(\)"),
+        (lambda tensor: tensor[..., 0].float().to_sparse_csr(), r"\.to_dense\(\)"),
+        (lambda tensor: tensor.float().to_mkldnn(), r"\.to_dense\(\)"),
+        (lambda tensor: torch.quantize_per_tensor(tensor.float(), 1, 0, torch.quint8), r"x\.int_repr\(\)\.to"),
         (lambda tensor: tensor.to("meta"), "has no data"),
         (lambda tensor: torch.nested.nested_tensor([tensor, tensor]), r"x\.unbind\(\)"),
     ],
-    ids=["sparse", "meta", "nested"],
+    ids=["sparse", "csr", "mkldnn", "quantized", "meta", "nested"],
 )
 def test_tensors_without_dense_memory(make: Callable[[torch.Tensor], torch.Tensor], hint: str) -> None:
     with pytest.raises(UnsupportedItem, match=hint):

@@ -17,11 +17,10 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import mmcache
+from benchmarks.sidecars import running_sidecar
 from examples.pictures import picture_folder
 
 ITEM_BYTES = 800_000
@@ -92,16 +91,8 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     print(f"{platform.processor() or platform.machine()}, {cores} cores, Python {platform.python_version()}")
     files = photographs(NUM_ITEMS)
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "mmcache.sock"
-        flags = (f"--state={name}/state", f"--socket={path}", "--store=none", "--ranks=1", "--pool-bytes=256MiB")
-        command = [sys.executable, "-m", "mmcache", "serve", *flags]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sidecar:
-            assert sidecar.stdout is not None
-            assert sidecar.stdout.readline()
-            with mmcache.connect(path) as client:
-                measure(client, files, rounds)
-            sidecar.terminate()
+    with running_sidecar() as path, mmcache.connect(path) as client:
+        measure(client, files, rounds)
 
 
 def measure(client: mmcache.Client, files: list[bytes], rounds: int) -> None:

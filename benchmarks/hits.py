@@ -14,7 +14,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import numpy as np
 
 import mmcache
 from benchmarks.hit_path import echo, show
+from benchmarks.sidecars import running_sidecar
 
 NUM_KEYS = 32
 
@@ -52,20 +52,13 @@ def main() -> None:
     arguments = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     print(f"{platform.processor() or platform.machine()}, {cores} cores, Python {platform.python_version()}")
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "mmcache.sock"
-        flags = (f"--state={name}/state", f"--socket={path}", "--store=none", "--ranks=1", "--pool-bytes=256MiB")
-        command = [sys.executable, "-m", "mmcache", "serve", *flags]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sidecar:
-            assert sidecar.stdout is not None
-            assert sidecar.stdout.readline()
-            keys = fill(path)
-            latency(path, keys, arguments.rounds)
-            for size in (1, NUM_KEYS):
-                for num_clients in (1, 2, 4, 8):
-                    rate = throughput(path, keys, size, num_clients, arguments.seconds)
-                    print(f"{num_clients} clients, {size:>2} items a call: {rate:>9,.0f} hits a second")
-            sidecar.terminate()
+    with running_sidecar() as path:
+        keys = fill(path)
+        latency(path, keys, arguments.rounds)
+        for size in (1, NUM_KEYS):
+            for num_clients in (1, 2, 4, 8):
+                rate = throughput(path, keys, size, num_clients, arguments.seconds)
+                print(f"{num_clients} clients, {size:>2} items a call: {rate:>9,.0f} hits a second")
 
 
 def fill(path: Path) -> list[mmcache.ContentKey]:

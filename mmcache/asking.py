@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,12 +29,12 @@ Item = Any
 pixels that were staged."""
 
 
-class Informed:
+class Informed(ABC):
     """What a client knows of the model that is served, without asking. `_core`: of its connection."""
 
     @property
-    def _core(self) -> ClientCore:
-        raise NotImplementedError
+    @abstractmethod
+    def _core(self) -> ClientCore: ...
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -153,8 +154,8 @@ class Asking(Informed):
     def _core(self) -> ClientCore:
         return self._pump.core
 
-    def _usable(self, deadline: float) -> Pump:
-        raise NotImplementedError
+    @abstractmethod
+    def _usable(self, deadline: float) -> Pump: ...
 
     def _ask(self, start: asks.Start[T]) -> T:
         deadline = time.monotonic() + self._timeout_s

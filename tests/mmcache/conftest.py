@@ -8,6 +8,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import mmcache.parts
 from tests.mmcache.loops import Run
 from tests.mmcache.places import big, pixels, release
 from tests.mmcache.support import SidecarProcess, eventually
+from tests.mmcache.weights import write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -122,3 +124,9 @@ def run(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Ite
         gc.collect()
     assert [record.message for record in caplog.records if record.name == "asyncio"] == []
     assert set(threading.enumerate()) == before
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """Checkpoints of the same shape and other weights."""
+    return write_checkpoint(tmp_path / "a", 1), write_checkpoint(tmp_path / "b", 2)

@@ -1,56 +1,25 @@
-"""Verification: hits that are encoded again, wrong entries that are found and removed, and clients that do not help."""
+"""Verification: hits that are encoded again, and wrong entries that are found and removed."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import mmcache
-from mmcache.keys import ContentKey, checksum, store_key
-from mmcache.media import describe
-from mmcache.server.verify import PATIENCE_S, Sampler
-from mmcache.supplying import Supplying
-from mmcache.tiers.base import Entry
+from mmcache.keys import checksum, store_key
+from mmcache.server.verify import Sampler
 from mmcache.tiers.lmdb import LmdbTier
-from mmcache.tiers.tiered import TieredStore
-from tests.mmcache.gated_tier import Done, GatedTier, put_behind
-from tests.mmcache.support import SidecarProcess, clean_environ, eventually, image
+from tests.mmcache.support import SidecarProcess, eventually, image
 from tests.mmcache.tier_contract import LONG_S
+from tests.mmcache.verifications import counts, encode, is_at_rest, verifying
 
 MAP_BYTES = 64 << 20
-
-
-def verifying(folder: Path, **settings: str) -> SidecarProcess:
-    chosen = {"verify_sample": "1", "store": f"file://{folder}/store.lmdb", "store_bytes": "64MiB"} | settings
-    return SidecarProcess(folder, **chosen)
-
-
-def counts(sidecar: SidecarProcess) -> dict[str, int]:
-    return dict(sidecar.stats()["verify"])
-
-
-def is_at_rest(sidecar: SidecarProcess) -> bool:
-    """Everything sampled has its outcome, and nothing is held for it."""
-    stats = sidecar.stats()
-    outcomes = sum(stats["verify"][name] for name in ("matched", "mismatched", "dropped"))
-    return bool(stats["verify"]["sampled"] == outcomes and stats["ingest"]["bytes_used"] == 0)
-
-
-def encode(client: mmcache.Client, seed: int) -> tuple[str, np.ndarray[Any, Any]]:
-    with client.encode([image(seed)])[0] as lease:
-        return lease.origin, lease.numpy().copy()
 
 
 def test_of_each_row_of_hits_one_is_chosen() -> None:
@@ -212,170 +181,3 @@ def test_two_hundred_hits_stay_right(tmp_path: Path) -> None:
         assert found["matched"] > 0
         assert found["mismatched"] == 0
         assert sidecar.stats()["items"]["encoded"] == 200
-
-
-def misbehave(client: mmcache.Client, verify: Callable[[Supplying], None]) -> None:
-    """Have a client do something else than send the bytes of hits."""
-    core = client._core
-    supply = core.supply
-    core.supply = lambda core, asked: verify(asked) if asked.verify else supply(core, asked)
-
-
-def send(client: mmcache.Client, asked: Supplying) -> None:
-    """What a client does with bytes that are asked for."""
-    asked.prepare()
-    client._core.supplied(asked)
-
-
-def test_a_client_that_sends_too_late_or_never(tmp_path: Path) -> None:
-    asked: list[Supplying] = []
-    with verifying(tmp_path) as sidecar, sidecar.connect() as client:
-        misbehave(client, asked.append)
-        encode(client, 1)
-        assert encode(client, 1)[0] == "pool"
-        assert asked
-        assert counts(sidecar)["dropped"] == 0
-        eventually(lambda: counts(sidecar)["dropped"] == 1, "it is not waited for", PATIENCE_S + 20)
-        send(client, asked[0])
-        assert encode(client, 1)[0] == "pool", "bytes that nobody waits for any more do no harm"
-        assert counts(sidecar)["matched"] == 0
-
-
-def test_a_liar_is_dropped_and_removes_nothing(tmp_path: Path) -> None:
-    with verifying(tmp_path) as sidecar, sidecar.connect() as client:
-
-        def lie(asked: Supplying) -> None:
-            for position in asked.verify:
-                asked.pending.part._media[position] = describe(image(99), 0, 1 << 20)
-            send(client, asked)
-
-        encode(client, 1)
-        misbehave(client, lie)
-        assert encode(client, 1)[0] == "pool"
-        eventually(lambda: counts(sidecar)["dropped"] == 1, "the lie is dropped")
-        assert encode(client, 1)[0] == "pool"
-        stats = sidecar.stats()
-        assert (stats["verify"]["mismatched"], stats["errors"]) == (0, {})
-
-
-DYING = """
-import os, sys, time
-import mmcache
-from tests.mmcache.support import image
-client = mmcache.connect(sys.argv[1])
-client.encode([image(1)])[0].release()
-def verify(core, asked):
-    assert asked.verify
-    if sys.argv[2] == "supplied":
-        asked.prepare()
-        core.supplied(asked)
-        client._pump.channel.send_all(client._core.outbox, time.monotonic() + 10)
-    print("asked", flush=True)
-    time.sleep(600)
-client._core.supply = verify
-client.encode([image(1)])
-"""
-
-
-@pytest.mark.parametrize("sent", ["nothing", "supplied"])
-def test_the_death_of_a_client_in_between_leaves_nothing(tmp_path: Path, sent: str) -> None:
-    with verifying(tmp_path) as sidecar:
-        process = subprocess.Popen(
-            [sys.executable, "-c", DYING, str(sidecar.socket), sent],
-            stdout=subprocess.PIPE, text=True, env=clean_environ(),
-        )  # fmt: skip
-        assert process.stdout is not None
-        assert process.stdout.readline() == "asked\n"
-        process.kill()
-        process.communicate()
-        outcome = "matched" if sent == "supplied" else "dropped"
-        eventually(lambda: counts(sidecar)[outcome] == 1, "the verification ends")
-        eventually(lambda: is_at_rest(sidecar) and sidecar.stats()["leases"]["active"] == 0, "nothing is left")
-        with sidecar.connect() as client:
-            assert encode(client, 1)[0] == "pool"
-
-
-def is_back(sidecar: SidecarProcess, num_restarts: int) -> bool:
-    ranks = sidecar.stats()["ranks"]
-    return bool(ranks["restarts"] == num_restarts and ranks["ready"] == 1)
-
-
-def test_a_rank_killed_in_between_is_no_mismatch(tmp_path: Path) -> None:
-    with verifying(tmp_path) as sidecar, sidecar.connect() as client:
-        for round_ in range(4):
-            encode(client, 1)
-            encode(client, 1)
-            os.kill(sidecar.stats()["ranks"]["pids"][0], signal.SIGKILL)
-            eventually(partial(is_back, sidecar, round_ + 1), "the rank is replaced")
-        eventually(lambda: is_at_rest(sidecar), "nothing is left")
-        assert counts(sidecar)["mismatched"] == 0
-
-
-def test_a_shutdown_does_not_wait_for_it(tmp_path: Path) -> None:
-    with verifying(tmp_path, drain_timeout_s="60") as sidecar, sidecar.connect() as client:
-        asked: list[Sequence[int]] = []
-        misbehave(client, lambda supplying: asked.append(supplying.verify))
-        encode(client, 1)
-        encode(client, 1)
-        assert asked == [[0]]
-        assert sidecar.stop() == 0
-        assert "Traceback" not in sidecar.log()
-
-
-def test_what_waits_to_be_written_is_removed_too() -> None:
-    async def test() -> None:
-        tier, done = GatedTier(), Done()
-        store = TieredStore([tier], LONG_S, 1 << 20)
-        entry, _ = put_behind(store, 1, done.of(1))
-        put_behind(store, 2, done.of(2))
-        assert await store.remove(entry.key)
-        await store.drain(LONG_S)
-        assert (sorted(done.numbers), len(tier.held), entry.key in tier.held) == ([1, 2], 1, False)
-        assert await store.close(LONG_S)
-
-    asyncio.run(test())
-
-
-class PuttingTier(GatedTier):
-    """Tells when it is given an embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun = asyncio.Event()
-
-    async def put(self, entry: Entry, payload: memoryview) -> None:
-        self.begun.set()
-        await super().put(entry, payload)
-
-
-def test_what_is_being_written_is_removed_afterwards() -> None:
-    async def test() -> None:
-        tier, done = PuttingTier(), Done()
-        store = TieredStore([tier], LONG_S, 1 << 20)
-        tier.gate.clear()
-        entry, _ = put_behind(store, 1, done.of(1))
-        await tier.begun.wait()  # its checksum is taken, and it is in the tier's hands
-        removal = asyncio.ensure_future(store.remove(entry.key))
-        await asyncio.sleep(0)
-        tier.gate.set()
-        assert await removal
-        await store.drain(LONG_S)
-        assert (done.numbers, tier.held) == ([1], {})
-        put_behind(store, 1, done.of(3))
-        await store.drain(LONG_S)
-        assert list(tier.held) == [entry.key], "what comes afterwards is written as ever"
-        assert await store.close(LONG_S)
-
-    asyncio.run(test())
-
-
-def test_a_removal_that_fails_says_so() -> None:
-    async def test() -> None:
-        tier = GatedTier()
-        store = TieredStore([tier], LONG_S, 1 << 20)
-        tier.fails = True
-        assert not await store.remove(bytes(ContentKey(bytes(16))) * 2)
-        assert store.counters()["failed"] == 1
-        assert await store.close(LONG_S)
-
-    asyncio.run(test())

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from ipc.memory_shm import sealed_copy
-from mmcache.core import ClientCore, milliseconds
+from mmcache.core import ClientCore
 from mmcache.encode_call import sidecar_time_s
 from mmcache.errors import (
     ITEM_ERRORS,
@@ -27,7 +27,7 @@ from mmcache.framing import Frame, Kind, parse
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.pending import Ask, frame_of
 from mmcache.protocol import LeasesRequest, Put, PutReply, Reload, Reloaded, StatsRequest
-from mmcache.records import LOOKUP_HEAD, MAX_ITEMS, ORIGINS
+from mmcache.records import LOOKUP_HEAD, MAX_ITEMS, ORIGINS, milliseconds
 
 if TYPE_CHECKING:
     import torch

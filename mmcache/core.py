@@ -33,12 +33,13 @@ from mmcache.records import (
     ACKNOWLEDGEMENT,
     ENCODE_HEAD,
     GRANT,
+    MAX_ITEMS,
     MAX_REQUESTS,
-    MAX_TIMEOUT_MS,
     OPEN_HEAD,
     RESULTS_HEAD,
     STAGED_ITEM,
     TOKEN,
+    milliseconds,
 )
 from mmcache.refs import SliceRef
 from mmcache.supplying import Supplying, supply_now
@@ -137,7 +138,12 @@ class ClientCore:
 
     def withdraw(self, tokens: Sequence[int]) -> None:
         """End the unclaimed shares of offers, and staged slices."""
-        self.tell(Kind.WITHDRAW, Withdraw(), b"".join(map(TOKEN.pack, tokens)))
+        self.tell_tokens(Kind.WITHDRAW, Withdraw(), tokens)
+
+    def tell_tokens(self, kind: Kind, message: Message, tokens: Sequence[int]) -> None:
+        """Say something of any number of tokens."""
+        for start in range(0, len(tokens), MAX_ITEMS):
+            self.tell(kind, message, b"".join(map(TOKEN.pack, tokens[start : start + MAX_ITEMS])))
 
     def give_up(self, ask: Ask) -> None:
         """Nobody waits for the answer any more. It still comes, or has."""
@@ -292,8 +298,3 @@ class ClientCore:
             records.append(ACKNOWLEDGEMENT.pack(*self._late.popleft()))
         if records:
             self.tell(Kind.ACKNOWLEDGE, Acknowledge(), b"".join(records))
-
-
-def milliseconds(seconds: float) -> int:
-    """As frames carry a time."""
-    return max(0, min(int(seconds * 1000), MAX_TIMEOUT_MS))

@@ -49,6 +49,7 @@ class Handle:
             RequestCancelled: it was cancelled.
             ConnectionLost, ClientClosed: the connection ended.
         """
+        self._pump.check_process()
         while (call := self._call) is not None:
             now = time.monotonic()
             until = call.deadline if timeout is None else min(call.deadline, now + timeout)
@@ -92,6 +93,7 @@ class Handle:
                     self._error = error
 
     def _end(self, call: EncodeCall, error: MMCacheError) -> None:
+        self._pump.check_process()
         with self._pump.lock:
             if self._call is call:
                 self._call, self._error = None, error
@@ -99,7 +101,7 @@ class Handle:
 
     def __del__(self) -> None:
         call = getattr(self, "_call", None)
-        if call is not None:
+        if call is not None and self._pump.core.is_mine:
             self._pump.core.drop(call.cancel)
 
 

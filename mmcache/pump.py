@@ -76,6 +76,7 @@ class Pump:
 
     def poll(self) -> None:
         """Send and receive what goes without waiting."""
+        self.check_process()
         me = threading.get_ident()
         with self._changed:
             if self._leader or self._owner == me or self.lost is not None:
@@ -121,8 +122,14 @@ class Pump:
                 self._changed.wait_for(lambda: not self._leader, timeout=GOODBYE_S)
             self.channel.close()
 
+    def check_process(self) -> None:
+        """Raise `ClientClosed` in a forked child: answers that it took would be missing in its parent."""
+        if not self.core.is_mine:
+            raise ClientClosed("this client belongs to the process that opened it; connect anew after a fork")
+
     def check(self) -> None:
-        """Raise `ClientClosed` or `ConnectionLost` if no call can be made any more."""
+        """Raise `ClientClosed` or `ConnectionLost` if no call can be made any more, or not by this process."""
+        self.check_process()
         if self._is_closed:
             raise ClientClosed("the client is closed")
         if self.lost is not None:

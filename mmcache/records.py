@@ -69,6 +69,11 @@ RESULTS_HEAD = struct.Struct("<I")
 """Start of a `RESULTS` body: request id; then grant records. The header is empty unless there is more to say."""
 
 
+def milliseconds(seconds: float) -> int:
+    """As frames carry a time."""
+    return max(0, min(int(seconds * 1000), MAX_TIMEOUT_MS))
+
+
 class EncodeFrame(NamedTuple):
     """What an `ENCODE` frame says. `staged`: tokens by position."""
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ipc.errors import OutOfBounds
 from mmcache.asks import Question
-from mmcache.core import ClientCore, milliseconds
+from mmcache.core import ClientCore
 from mmcache.encode_call import sidecar_time_s
 from mmcache.errors import ITEM_ERRORS, ConnectionLost, ItemError, ProtocolError, UnsupportedItem
 from mmcache.framing import Frame, Kind, parse
@@ -19,7 +19,7 @@ from mmcache.media import ARRAY, ArrayHeader, Media, describe
 from mmcache.patches import PatchHeader, describe_patches
 from mmcache.pending import Ask
 from mmcache.protocol import MAX_STAGED, Stage, Staged, StagePlaces
-from mmcache.records import MAX_CONSUMERS, TOKEN
+from mmcache.records import MAX_CONSUMERS, milliseconds
 from mmcache.refs import StagedRef
 
 
@@ -87,7 +87,7 @@ class StageCall:
     def complete(self) -> list[StagedRef]:
         """Say that the pixels are there."""
         tokens = [token for token, _ in self._places]
-        self._core.tell(Kind.STAGED, Staged(), b"".join(map(TOKEN.pack, tokens)))
+        self._core.tell_tokens(Kind.STAGED, Staged(), tokens)
         return [
             StagedRef(token, str(key), _shape(media), media.nbytes)
             for token, key, media in zip(tokens, self._keys, self._media, strict=True)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mmcache.server.staging import StagingArea
 
 ALL_CAME = "the staged pixels were named by as many requests as they were staged for (consumers)"
+EMBEDDING_LOST = "the embedding of the staged pixels went with its rank or its model, and the pixels are gone"
 OVER = "the staged pixels are gone: they were cancelled, or the process that staged them is"
 PASSING = (DeadlineExceeded, PoolExhausted, TooManyLeases)
 """Errors of one request that say nothing about the pixels."""
@@ -121,6 +122,8 @@ class StagedSlice:
             raise SliceGone(self._why)
         if self.staged.state is StagedState.STAGED:
             self.staged.begin_read()
+        elif self.staged.state is not StagedState.READING:
+            raise SliceGone(EMBEDDING_LOST)
 
     def end_read(self) -> None:
         """No rank reads it any more."""

@@ -275,3 +275,15 @@ def test_the_regions_of_all_clients_are_bounded(tmp_path: Path) -> None:
         clients[2].stage(image(1))
         for client in clients:
             client.close()
+
+
+def test_any_number_of_references_at_once(sidecar: SidecarProcess) -> None:
+    """None, and more than one frame takes: neither costs the connection."""
+    with sidecar.connect() as client:
+        client.cancel()
+        assert client.stage_all([]) == []
+        refs = client.stage_all([np.full((4, 4, 3), number % 250, np.uint8) for number in range(1100)])
+        assert len(refs) == 1100
+        client.encode(refs[-1:])[0].release()
+        client.cancel(*refs)
+        assert client.stats()["staging"]["bytes_used"] == 0

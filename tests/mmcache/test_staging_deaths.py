@@ -107,3 +107,19 @@ def test_frames_that_lie_about_staging(sidecar: SidecarProcess) -> None:
             core.tell(Kind.STAGED, Staged(), TOKEN.pack(ref.token))
         client.encode([ref])[0].release()
         assert is_idle(sidecar)
+
+
+def test_a_slice_whose_embedding_went_with_its_rank_is_over(sidecar: SidecarProcess) -> None:
+    """Its bytes were freed when it was first encoded, and have been given to another since."""
+    with sidecar.connect() as client:
+        ref = client.stage(image(1), consumers=3)
+        client.encode([ref])[0].release()
+        os.kill(sidecar.stats()["ranks"]["pids"][0], signal.SIGKILL)
+        eventually(lambda: sidecar.stats()["ranks"]["restarts"] == 1, "its death was seen")
+        other = client.stage(image(2))
+        results = client.encode([ref, other], errors="return")
+        assert isinstance(results[0], mmcache.SliceGone)
+        assert "went with its rank" in results[0].reason
+        results[1].release()
+        assert sidecar.stats()["errors"] == {"SliceGone": 1}
+        assert is_idle(sidecar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import weakref
@@ -203,3 +204,23 @@ def test_nothing_of_a_call_lives_on_in_cycles(sidecar: SidecarProcess) -> None:
             assert client.stats()["leases"]["active"] == 0
         finally:
             gc.enable()
+
+
+def test_a_forked_child_cannot_use_its_parents_handle(sidecar: SidecarProcess) -> None:
+    with sidecar.connect() as client:
+        handle = client.submit([image(seed, 420, 560) for seed in range(20)])
+        child = os.fork()
+        if child == 0:
+            refused = 0
+            for use in (handle.poll, handle.result, handle.cancel):
+                try:
+                    use()
+                except mmcache.ClientClosed:
+                    refused += 1
+            del use, handle
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        leases = handle.result()
+        assert len(leases) == 20
+        for lease in leases:
+            lease.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from pydantic import BaseModel
 
@@ -165,6 +165,3 @@ def frame_of(ask: Ask) -> Frame:
     """The answer, which is there."""
     assert ask.answer is not None, "it was waited for"
     return ask.answer
-
-
-Nested: TypeAlias = "dict[str, Any]"

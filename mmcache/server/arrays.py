@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mmcache.errors import ImageTooLarge, UnsupportedItem
-from mmcache.images.files import check_size
+from mmcache.errors import UnsupportedItem
+from mmcache.images.bounds import check_chunk, check_size
 from mmcache.media import ArrayHeader
 
 
@@ -30,7 +30,7 @@ class OpenedArray:
         self.num_frames = shape[0] if len(shape) == 4 else 0
         self.height, self.width = shape[:2] if len(shape) < 4 else shape[1:3]
         if self.num_frames:
-            _check_chunk(self.num_frames, self.width, self.height, max_pixels)
+            check_chunk(self.num_frames, self.width, self.height, max_pixels)
         else:
             check_size(self.width, self.height, max_pixels)
         num_channels = 1 if len(shape) == 2 else 3
@@ -42,10 +42,3 @@ class OpenedArray:
     def fill(self, pixels: np.ndarray[Any, Any]) -> None:
         """Copy into `pixels`, uint8 RGB; a gray picture goes into every channel."""
         np.copyto(pixels, self._array)
-
-
-def _check_chunk(num_frames: int, width: int, height: int, max_pixels: int) -> None:
-    num_pixels = num_frames * width * height
-    if num_pixels > max_pixels:
-        what = f"{num_frames} frames of {width}×{height} are {num_pixels} pixels"
-        raise ImageTooLarge(f"{what}, the limit is {max_pixels} for all together (max_pixels)")

@@ -17,13 +17,13 @@ from ipc.pool import Extent, Pool
 from ipc.staging import Staged, StagedState
 from mmcache.errors import (
     DeadlineExceeded,
-    ImageTooLarge,
     ItemError,
     PoolExhausted,
     SliceGone,
     TooManyLeases,
     UnsupportedItem,
 )
+from mmcache.images.bounds import check_chunk
 from mmcache.media import ARRAY, ArrayHeader
 from mmcache.patches import PATCHES, PatchHeader
 from mmcache.server.messages import Claim
@@ -223,9 +223,9 @@ def checked_header(kind: str, header: bytes, nbytes: int, max_pixels: int) -> No
 def _check_header(kind: str, header: bytes, nbytes: int, max_pixels: int) -> None:
     if kind == ARRAY:
         shape = ArrayHeader.model_validate_json(header).shape
-        expected, num_pixels = math.prod(shape), math.prod(shape[:-1] if len(shape) > 2 else shape)
-        if num_pixels > max_pixels:
-            raise ImageTooLarge(f"{num_pixels} pixels, the limit is {max_pixels} for all frames together (max_pixels)")
+        expected = math.prod(shape)
+        num_frames, height, width = shape[:3] if len(shape) == 4 else (1, *shape[:2])
+        check_chunk(num_frames, width, height, max_pixels)
     elif kind == PATCHES:
         patches = PatchHeader.model_validate_json(header)
         expected = patches.nbytes

@@ -65,14 +65,8 @@ class SharedRegion:
         `name` is shown in /proc/PID/maps and need not be unique. Raises `MemoryUnavailable` if the system lacks the
         memory; nothing of it is kept then.
         """
-        if nbytes <= 0:
-            raise OutOfBounds(f"region {name!r}: nbytes must be positive, got {nbytes}")
-        size = round_up(nbytes, mmap.PAGESIZE)
-        if size > (available := available_bytes()):
-            raise MemoryUnavailable(f"region {name!r}: {size} bytes asked for, {available} available on this machine")
-        fd = _new_memfd(name)
+        fd, size = allocated_memfd(name, nbytes)
         try:
-            os.posix_fallocate(fd, 0, size)
             return cls(fd, mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
         except OSError as error:
             os.close(fd)
@@ -100,7 +94,7 @@ class SharedRegion:
 
     def seal_resize(self) -> None:
         """Fix the size for good. Both ends may go on writing. Doing so twice is harmless."""
-        _add_seals(self.fd, SEALS_RESIZE)
+        add_seals(self.fd, SEALS_RESIZE)
 
     def seal_for_readers(self) -> None:
         """Fix the size and make mappings that exist now the only ones that can ever write. Twice is harmless.
@@ -108,7 +102,7 @@ class SharedRegion:
         Whoever receives the descriptor afterwards can map it for reading only, whatever it tries: writing mappings,
         `write`, `mprotect`, reopening through /proc and punching holes are refused by the kernel.
         """
-        _add_seals(self.fd, SEALS_READERS)
+        add_seals(self.fd, SEALS_READERS)
 
     def array(self, offset: int, nbytes: int) -> Bytes:
         """A writable uint8 view of `nbytes` bytes at `offset`, without a copy. It keeps the mapping alive."""
@@ -179,6 +173,36 @@ class _Exposed:
         self._owner = owner
 
 
+def allocated_memfd(name: str, nbytes: int) -> tuple[int, int]:
+    """Make a memfd of at least `nbytes` bytes, rounded up to the page, and allocate every page of it.
+
+    Returns its descriptor, which the caller closes, and its size. It can take seals. The interpreter lock is not held
+    meanwhile. Raises `MemoryUnavailable` if the system lacks the memory; nothing of it is kept then.
+    """
+    if nbytes <= 0:
+        raise OutOfBounds(f"region {name!r}: nbytes must be positive, got {nbytes}")
+    size = round_up(nbytes, mmap.PAGESIZE)
+    if size > (available := available_bytes()):
+        raise MemoryUnavailable(f"region {name!r}: {size} bytes asked for, {available} available on this machine")
+    fd = _new_memfd(name)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        os.close(fd)
+        raise _unavailable(name, size, error) from error
+    return fd, size
+
+
+def add_seals(fd: int, seals: int) -> None:
+    """Seal the memfd `fd`. Doing so twice is harmless. Raises `MemorySealError` if it takes no more seals."""
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals:
+        return
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except OSError as error:
+        raise MemorySealError(f"the memory behind descriptor {fd} cannot be sealed: {error.strerror}") from error
+
+
 def check_sealed(fd: int, seals: int) -> int:
     """The size in bytes of the memfd `fd`. Raises `MemorySealError` if it is none, is empty or lacks one of `seals`."""
     try:
@@ -213,7 +237,7 @@ def sealed_copy(name: str, parts: Sequence[Buffer]) -> tuple[int, list[int]]:
         os.ftruncate(fd, size)
         for view, offset in zip(views, offsets, strict=True):
             _write_all(fd, view, offset)
-        _add_seals(fd, SEALS_FROZEN)
+        add_seals(fd, SEALS_FROZEN)
     except OSError as error:
         os.close(fd)
         raise _unavailable(name, size, error) from error
@@ -253,15 +277,6 @@ def _new_memfd(name: str) -> int:
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise _unavailable(name, 0, error) from error
-
-
-def _add_seals(fd: int, seals: int) -> None:
-    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals:
-        return
-    try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    except OSError as error:
-        raise MemorySealError(f"the memory behind descriptor {fd} cannot be sealed: {error.strerror}") from error
 
 
 def _unavailable(name: str, nbytes: int, error: OSError) -> MemoryUnavailable:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from ipc.allocator import ALIGNMENT, Allocator
 from ipc.errors import BadTransition, ExtentTooLarge, SliceGone
@@ -21,14 +21,14 @@ class StagedState(enum.IntEnum):
     WRITING = 0  # reserved; its client fills it
     STAGED = 1  # complete; nobody reads it
     READING = 2  # its one reader is at work
-    QUARANTINED = 3  # the client's socket is closed and its process lives: it may still write
+    QUARANTINED = 3  # incomplete, the client's socket is closed and its process lives: it may still write
     GONE = 4  # its bytes belong to the region again
 
 
 STAGED_TRANSITIONS: dict[StagedState, frozenset[StagedState]] = {
     StagedState.WRITING: frozenset({StagedState.STAGED, StagedState.QUARANTINED, StagedState.GONE}),
-    StagedState.STAGED: frozenset({StagedState.READING, StagedState.QUARANTINED, StagedState.GONE}),
-    StagedState.READING: frozenset({StagedState.QUARANTINED, StagedState.GONE}),
+    StagedState.STAGED: frozenset({StagedState.READING, StagedState.GONE}),
+    StagedState.READING: frozenset({StagedState.GONE}),
     StagedState.QUARANTINED: frozenset({StagedState.GONE}),
     StagedState.GONE: frozenset(),
 }
@@ -96,7 +96,7 @@ class Staged:
         """The reader is done with the bytes; the slice is over. Raises `BadTransition` unless it is being read."""
         if self.state is not StagedState.READING:
             raise BadTransition(f"{self!r} is not being read")
-        self._staging.end_read(self)
+        self._staging.drop(self)
 
     def acknowledge(self) -> bool:
         """No consumer needs the bytes: it ends unread, for all of them. False, and nothing changes, unless STAGED."""
@@ -125,10 +125,7 @@ class Staged:
         if self.state not in {StagedState.STAGED, StagedState.READING}:
             return False
         self._staging.num_failed += 1
-        if self.state is StagedState.READING:
-            self._staging.end_read(self)
-        else:
-            self._staging.drop(self)
+        self._staging.drop(self)
         return True
 
     def move(self, to: StagedState) -> None:
@@ -144,7 +141,7 @@ class Staging:
     Attributes:
         bytes_total: capacity, a multiple of the alignment.
         state: of the client: CONNECTED; QUARANTINED once its socket is closed; DEAD once its process died.
-        bytes_quarantined: bytes of slices in quarantine, alignment included.
+        bytes_quarantined: bytes of slices that a client in quarantine was writing, alignment included.
         num_staged: slices that were completed.
         num_reads: reads that began; never two of one slice.
         num_unread, num_cancelled: slices that were acknowledged unread, and taken back by their client.
@@ -200,17 +197,31 @@ class Staging:
         self._num_reserved += 1
         return staged
 
-    def quarantine(self) -> None:
-        """The client's socket closed and its process lives: it may still write, so that nothing more is read.
+    def could_fit(self, nbytes: int, beside: Collection[Staged]) -> bool:
+        """Whether there would be room for `nbytes` if no slices were left but these."""
+        size = self._allocator.round_up(nbytes)
+        places = [(staged.offset, self._allocator.round_up(staged.nbytes)) for staged in beside]
+        return any(free >= size for _, free in _free_runs(places, self.bytes_total))
 
-        A read that began goes on; its slice joins the quarantine when it ends. Raises `BadTransition` if the client
-        has left already.
+    def free_runs(self) -> list[tuple[int, int]]:
+        """Offset and bytes of every run in which no slice lies, lowest first."""
+        return list(_free_runs(self._allocator.extents(), self.bytes_total))
+
+    def quarantine(self) -> None:
+        """The client's socket closed and its process lives: nothing more is read or reserved.
+
+        What it was writing it may go on writing, and is kept until it dies. What it had completed ends, a read that
+        began at the end of the read. Raises `BadTransition` if the client has left already.
         """
         self._leave(HolderState.QUARANTINED)
         for staged in self.slices():
             if staged.state is not StagedState.READING:
                 self.num_died += 1
-                self._hold(staged)
+                if staged.state is StagedState.WRITING:
+                    staged.move(StagedState.QUARANTINED)
+                    self.bytes_quarantined += self._allocator.round_up(staged.nbytes)
+                else:
+                    self.drop(staged)
 
     def end_all(self) -> None:
         """The client's process died: every slice ends, those that are read at the end of their read.
@@ -238,13 +249,6 @@ class Staging:
         assert self._num_reserved == self._num_gone + len(self._slices), "a slice is lost"
         assert self.num_reads <= self.num_staged <= self._num_reserved, "more reads than slices, or more than reserved"
 
-    def end_read(self, staged: Staged) -> None:
-        """A read ended (called by the slice): the bytes are free, unless a living client may still write them."""
-        if self.state is HolderState.QUARANTINED:
-            self._hold(staged)
-        else:
-            self.drop(staged)
-
     def drop(self, staged: Staged) -> None:
         """A slice ends (called by the slice)."""
         size = self._allocator.round_up(staged.nbytes)
@@ -255,11 +259,18 @@ class Staging:
         self._allocator.free(staged.offset)
         self._num_gone += 1
 
-    def _hold(self, staged: Staged) -> None:
-        staged.move(StagedState.QUARANTINED)
-        self.bytes_quarantined += self._allocator.round_up(staged.nbytes)
-
     def _leave(self, to: HolderState) -> None:
         if to not in HOLDER_TRANSITIONS[self.state]:
             raise BadTransition(f"a client that is {self.state.name} cannot become {to.name}")
         self.state = to
+
+
+def _free_runs(places: Iterable[tuple[int, int]], capacity: int) -> Iterator[tuple[int, int]]:
+    """Offset and bytes of what lies between places, which are such pairs too."""
+    end = 0
+    for offset, nbytes in sorted(places):
+        if offset > end:
+            yield end, offset - end
+        end = offset + nbytes
+    if capacity > end:
+        yield end, capacity - end

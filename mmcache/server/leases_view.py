@@ -43,7 +43,7 @@ def view(home: Coordinator, limit: int) -> Row:
     now = time.monotonic()
     owners = [(connection, connection.holder) for connection in home.connections if connection.holder is not None]
     holders = [holder for _, holder in owners]
-    rows = [_holder(home, holder, now) | _staged(home, connection) for connection, holder in owners]
+    rows = [_holder(home, holder, now) | home.staging.row_of(connection) for connection, holder in owners]
     rows.sort(key=lambda row: row["bytes"], reverse=True)
     return {
         "num_holders": len(rows),
@@ -82,17 +82,6 @@ def _holder(home: Coordinator, holder: Holder, now: float) -> Row:
         "bytes_quarantined": sum(share.extent.nbytes for share in quarantined),
         "offered_unclaimed": sum(offer.num_unclaimed for offer in holder.offers.open()),
         "strays": holder.num_strays,
-    }
-
-
-def _staged(home: Coordinator, connection: Connection) -> Row:
-    """What a client has in its staging region; it is quarantined when the client may still be writing there."""
-    area = home.staging.area_of(connection)
-    staging = area.staging if area is not None else None
-    return {
-        "staged": len(staging.slices()) if staging is not None else 0,
-        "bytes_staged": staging.bytes_used if staging is not None else 0,
-        "bytes_staged_quarantined": staging.bytes_quarantined if staging is not None else 0,
     }
 
 

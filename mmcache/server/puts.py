@@ -18,6 +18,7 @@ from mmcache.server.batcher import RankLostError
 from mmcache.server.decoders import SharedDescriptor
 from mmcache.server.facts import ModelFacts
 from mmcache.server.flight import Flight
+from mmcache.server.grids import grid_fault
 from mmcache.server.misses import MAX_TRIES
 from mmcache.server.placing import AbandonedError, GaveWayError
 from mmcache.transport import take_descriptors
@@ -64,13 +65,10 @@ def check_put(put: Put, fd: int, facts: ModelFacts) -> None:
         raise ProtocolError(f"PUT: {error}") from error
     if put.fingerprint != facts.fingerprint:
         raise WrongEmbedding(f"it is of fingerprint {put.fingerprint.hex()}, and {facts.fingerprint} is served")
-    processor, (t, h, w) = facts.processor, put.grid
-    merge = processor.merge_size
-    most = -(-processor.max_side // processor.tile) * merge
-    if not 1 <= t <= processor.frames_per_chunk or any(n % merge or not merge <= n <= most for n in (h, w)):
-        rule = f"1 to {processor.frames_per_chunk} frames, sides of {merge} to {most} patches in multiples of {merge}"
-        raise WrongEmbedding(f"this model has no item of grid {t}×{h}×{w}: {rule}")
-    if put.num_tokens != (expected := num_tokens(put.grid, merge)):
+    (t, h, w), processor = put.grid, facts.processor
+    if fault := grid_fault(put.grid, processor):
+        raise WrongEmbedding(f"this model has no item of grid {t}×{h}×{w}: {fault}")
+    if put.num_tokens != (expected := num_tokens(put.grid, processor.merge_size)):
         raise WrongEmbedding(f"grid {t}×{h}×{w} has {expected} tokens, got {put.num_tokens}")
     if nbytes != (size := round_up(expected * facts.token_bytes, mmap.PAGESIZE)):
         raise ProtocolError(f"PUT: {expected} tokens are {size} bytes of whole pages, its memory has {nbytes}")

@@ -7,12 +7,13 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from ipc.leases import Holder
-from mmcache.errors import ItemError, ProtocolError, SliceGone
+from ipc.staging import Staged as Slice
+from mmcache.errors import EncodeFailed, ItemError, ProtocolError, SliceGone, StagingExhausted
 from mmcache.framing import Frame, Kind, pack_frame, parse
 from mmcache.protocol import Stage, Staged, StagePlaces
-from mmcache.records import KEY_BYTES, parse_tokens
-from mmcache.server.staged import checked_header
-from mmcache.server.staging import StagingArea
+from mmcache.records import KEY_BYTES, MAX_REQUESTS, parse_tokens
+from mmcache.server.staged_headers import checked_header
+from mmcache.server.staging_area import StagingArea
 
 if TYPE_CHECKING:
     from mmcache.server.connection import Connection
@@ -23,7 +24,7 @@ def on_stage(connection: Connection, _: Holder, frame: Frame) -> None:
     """STAGE: find room for each of some slices, and answer where.
 
     Raises:
-        ProtocolError: the columns differ in length, or too many questions are open.
+        ProtocolError: the columns differ in length.
     """
     stage = parse(Stage, frame)
     keys = [frame.body[start : start + KEY_BYTES] for start in range(0, len(frame.body), KEY_BYTES)]
@@ -33,9 +34,13 @@ def on_stage(connection: Connection, _: Holder, frame: Frame) -> None:
         or len(keys[-1]) != KEY_BYTES
     ):
         raise ProtocolError("the columns of a STAGE differ in length")
-    background = connection.coordinator.background
-    background.admit(connection)
-    background.spawn(connection, _Placing(connection, stage, keys).carry(), lambda _: None)
+    placing = _Placing(connection, stage, keys)
+    if connection.num_asked >= MAX_REQUESTS:
+        placing.refuse(
+            StagingExhausted(f"{MAX_REQUESTS} questions of this connection are open; wait for their answers")
+        )
+    else:
+        connection.coordinator.background.spawn(connection, placing.carry(), placing.fail)
 
 
 class _Placing:
@@ -43,52 +48,71 @@ class _Placing:
 
     def __init__(self, connection: Connection, stage: Stage, keys: list[bytes]) -> None:
         self._connection = connection
+        self._home = connection.coordinator
         self._stage = stage
-        self._keys = keys
+        self._items = list(zip(keys, stage.kinds, stage.headers, stage.sizes, strict=True))
+        self._own: list[Slice] = []
         self._tokens: list[int] = []
-        self._offsets: list[int] = []
-        self._errors: list[str] = []
-        self._reasons: list[str] = []
 
     async def carry(self) -> None:
         """Find a place for each; after the first that has none, the others are not tried."""
-        loop, stage = asyncio.get_running_loop(), self._stage
-        deadline = loop.time() + stage.timeout_ms / 1000
+        deadline = asyncio.get_running_loop().time() + self._stage.timeout_ms / 1000
+        num_good, failure = self._check()
         area: StagingArea | None = None
-        failure: ItemError | None = None
-        for key, kind, header, nbytes in zip(self._keys, stage.kinds, stage.headers, stage.sizes, strict=True):
-            token = offset = 0
-            if failure is None:
-                try:
-                    area, token, offset = await self._place(key, kind, header, nbytes, deadline)
-                except ItemError as error:
-                    failure = error
-            self._tokens.append(token)
-            self._offsets.append(offset)
-            self._errors.append(type(failure).__name__ if failure is not None else "")
-            self._reasons.append(failure.reason[:2000] if failure is not None else "")
+        if num_good:
+            try:
+                area = await self._home.staging.make_area(self._connection)
+                await self._place(area, num_good, deadline)
+            except ItemError as error:
+                failure = error
+        self._answer(area, failure)
+
+    def refuse(self, error: ItemError) -> None:
+        """Answer that nothing is staged. Instead of `carry`."""
+        self._answer(None, error)
+
+    def fail(self, fault: Exception) -> None:
+        """Answer that a fault of ours ended it."""
+        for token in self._tokens:
+            if (staged := self._home.staging.own(self._connection, token)) is not None:
+                staged.end("a fault of the sidecar ended its staging")
+        self._tokens, self._own = [], []
+        self._answer(None, EncodeFailed(f"internal error: {fault!r}"))
+
+    def _check(self) -> tuple[int, ItemError | None]:
+        """How many of the first items may be staged, and what is wrong with the next."""
+        for place, (_, kind, header, nbytes) in enumerate(self._items):
+            try:
+                checked_header(kind, header, nbytes, self._home.settings.max_pixels, self._home.facts.processor)
+            except ItemError as error:
+                return place, error
+        return len(self._items), None
+
+    async def _place(self, area: StagingArea, num_items: int, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline), area.turn:
+                for key, kind, header, nbytes in self._items[:num_items]:
+                    staged = await area.reserve(nbytes, self._stage.consumers, self._own)
+                    self._own.append(staged)
+                    self._tokens.append(self._home.staging.add(area, staged, key, kind, header))
+        except TimeoutError:
+            raise area.late() from None
+
+    def _answer(self, area: StagingArea | None, failure: ItemError | None) -> None:
+        num_failed = len(self._items) - len(self._tokens)
+        assert (failure is not None) == (num_failed > 0), "what has no place has an error"
+        kind, reason = (type(failure).__name__, failure.reason[:2000]) if failure is not None else ("", "")
         if failure is not None:
-            self._connection.count_error(type(failure).__name__)
-        self._answer(area)
-
-    async def _place(
-        self, key: bytes, kind: str, header: bytes, nbytes: int, deadline: float
-    ) -> tuple[StagingArea, int, int]:
-        home = self._connection.coordinator
-        checked_header(kind, header, nbytes, home.settings.max_pixels)
-        area = await home.staging.make_area(self._connection)
-        staged = await area.reserve(nbytes, self._stage.consumers, deadline)
-        return area, home.staging.add(area, staged, key, kind, header), staged.offset
-
-    def _answer(self, area: StagingArea | None) -> None:
-        shows = area is not None and not area.is_shown
+            self._connection.count_error(kind)
         places = StagePlaces(
-            ask_id=self._stage.ask_id, tokens=self._tokens, offsets=self._offsets, errors=self._errors,
-            reasons=self._reasons,
+            ask_id=self._stage.ask_id,
+            tokens=self._tokens + [0] * num_failed, offsets=[staged.offset for staged in self._own] + [0] * num_failed,
+            errors=[""] * len(self._tokens) + [kind] * num_failed,
+            reasons=[""] * len(self._tokens) + [reason] * num_failed,
         )  # fmt: skip
-        fds = [area.region.fd] if area is not None and shows else []
-        if area is not None:
-            area.is_shown = True
+        fds = []
+        if area is not None and not area.is_shown and area.fd is not None:
+            fds, area.is_shown = [area.fd], True
         self._connection.send(pack_frame(Kind.STAGE_PLACES, places, fds=fds))
 
 

@@ -7,12 +7,9 @@ its embedding is kept for those that have not come yet, until they have, or who 
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
-from encoder.sizing import Grid, grid_thw
+from encoder.sizing import Grid
 from ipc.pool import Extent, Pool
 from ipc.staging import Staged, StagedState
 from mmcache.errors import (
@@ -21,16 +18,13 @@ from mmcache.errors import (
     PoolExhausted,
     SliceGone,
     TooManyLeases,
-    UnsupportedItem,
 )
-from mmcache.images.bounds import check_chunk
-from mmcache.media import ARRAY, ArrayHeader
-from mmcache.patches import PATCHES, PatchHeader
 from mmcache.server.messages import Claim
+from mmcache.server.staged_headers import staged_grid
 
 if TYPE_CHECKING:
     from mmcache.server.facts import ModelFacts
-    from mmcache.server.staging import StagingArea
+    from mmcache.server.staging_area import StagingArea
 
 ALL_CAME = "the staged pixels were named by as many requests as they were staged for (consumers)"
 EMBEDDING_LOST = "the embedding of the staged pixels went with its rank or its model, and the pixels are gone"
@@ -190,48 +184,6 @@ class StagedPixels:
         """Patches in time, height and width.
 
         Raises:
-            UnsupportedItem, ImageError: the model does not take it.
+            UnsupportedItem: the model does not take it.
         """
-        if self.slice.kind == ARRAY:
-            shape = ArrayHeader.model_validate_json(self.slice.header).shape
-            height, width = shape[:2] if len(shape) < 4 else shape[1:3]
-            return grid_thw(width, height, facts.processor, shape[0] if len(shape) == 4 else 0)
-        header = PatchHeader.model_validate_json(self.slice.header)
-        processor, (t, h, w) = facts.processor, header.grid
-        merge, row = processor.merge_size, 3 * processor.patch_size**2
-        if header.shape[1] != row:
-            raise UnsupportedItem(f"a patch of this model has {row} values, these rows have {header.shape[1]}")
-        if t > processor.frames_per_chunk or h % merge or w % merge:
-            rule = f"1 to {processor.frames_per_chunk} frames, sides in multiples of {merge} patches"
-            raise UnsupportedItem(f"this model takes no grid of {t}×{h}×{w}: {rule}")
-        return header.grid
-
-
-def checked_header(kind: str, header: bytes, nbytes: int, max_pixels: int) -> None:
-    """Check what is to be staged against its size.
-
-    Raises:
-        UnsupportedItem, ImageTooLarge: the header is none, or breaks a limit, or says another size.
-    """
-    try:
-        _check_header(kind, header, nbytes, max_pixels)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise UnsupportedItem(f"its header is none of {kind!r}: {first['loc']}: {first['msg']}") from error
-
-
-def _check_header(kind: str, header: bytes, nbytes: int, max_pixels: int) -> None:
-    if kind == ARRAY:
-        shape = ArrayHeader.model_validate_json(header).shape
-        expected = math.prod(shape)
-        num_frames, height, width = shape[:3] if len(shape) == 4 else (1, *shape[:2])
-        check_chunk(num_frames, width, height, max_pixels)
-    elif kind == PATCHES:
-        patches = PatchHeader.model_validate_json(header)
-        expected = patches.nbytes
-        if math.prod(patches.grid) != patches.shape[0]:
-            raise UnsupportedItem(f"a grid of {patches.grid} has {math.prod(patches.grid)} rows")
-    else:
-        raise UnsupportedItem(f"items of kind {kind!r} are not staged")
-    if expected != nbytes:
-        raise UnsupportedItem(f"its header says {expected} bytes, it asks for {nbytes}")
+        return staged_grid(self.slice.kind, self.slice.header, facts.processor)

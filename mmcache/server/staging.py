@@ -4,89 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ipc.errors import ExtentTooLarge, IpcError
-from ipc.memory_shm import SharedRegion
+from ipc.errors import IpcError
 from ipc.staging import Staged, Staging
+from ipc.unmapped import UnmappedMemory
 from mmcache.errors import SliceGone, StagingExhausted
 from mmcache.server.staged import OVER, StagedSlice
+from mmcache.server.staging_area import StagingArea
 
 if TYPE_CHECKING:
     from mmcache.server.connection import Connection
 
 COUNTED = ("num_staged", "num_reads", "num_unread", "num_cancelled", "num_failed", "num_died")
-
-
-class StagingArea:
-    """One client's region and what is in it.
-
-    Attributes:
-        region_id: names the region to ranks.
-        namespace: of the client.
-        is_shown: whether the client has its descriptor.
-        on_idle: called once, when nothing of it is read any more.
-    """
-
-    def __init__(
-        self, region_id: int, namespace: str, region: SharedRegion, forget: Callable[[StagedSlice], None]
-    ) -> None:
-        self.region_id = region_id
-        self.namespace = namespace
-        self.region = region
-        self.staging = Staging(region.nbytes)
-        self.slices: dict[int, StagedSlice] = {}
-        self.is_shown = False
-        self._forget = forget
-        self.on_idle: Callable[[], None] | None = None
-        self._turn = asyncio.Lock()
-        self._freed = asyncio.Event()
-
-    async def reserve(self, nbytes: int, consumers: int, deadline: float) -> Staged:
-        """Room for a slice, in the order of arrival.
-
-        Raises:
-            StagingExhausted: never, or not before the deadline on the loop's clock.
-            SliceGone: the client has left meanwhile.
-        """
-        try:
-            async with asyncio.timeout_at(deadline), self._turn:
-                while True:
-                    if self.staging.state.name != "CONNECTED":
-                        raise SliceGone(OVER)
-                    if (staged := self.staging.reserve(nbytes, consumers)) is not None:
-                        return staged
-                    self._freed.clear()
-                    await self._freed.wait()
-        except ExtentTooLarge as error:
-            raise StagingExhausted(f"{error}; raise staging_bytes") from error
-        except TimeoutError:
-            used, total = self.staging.bytes_used, self.staging.bytes_total
-            reason = (
-                f"no room until the deadline: {len(self.slices)} slices of this client take {used} of {total} bytes"
-            )
-            raise StagingExhausted(f"{reason} (staging_bytes)") from None
-
-    def freed(self) -> None:
-        """Bytes were given back."""
-        self._freed.set()
-        if self.on_idle is not None and self.staging.is_idle:
-            on_idle, self.on_idle = self.on_idle, None
-            on_idle()
-
-    def forget(self, staged: StagedSlice) -> None:
-        """A slice is over (called by it)."""
-        self.slices.pop(staged.token, None)
-        self._forget(staged)
-
-    def leave(self, leave: Callable[[], None]) -> None:
-        """The client has left in one of two ways, `Staging.quarantine` or `Staging.end_all`."""
-        leave()
-        for staged in list(self.slices.values()):
-            staged.left()
-        self.freed()
 
 
 class StagingDesk:
@@ -101,7 +35,8 @@ class StagingDesk:
         self._max_bytes = max_bytes
         self.on_gone: Callable[[int], None] = lambda _: None
         self._areas: dict[Connection, StagingArea] = {}
-        self._ending: set[StagingArea] = set()  # their clients are gone, and ranks still read
+        self._ending: set[StagingArea] = set()  # their clients are gone; ranks still read, or the memory is being freed
+        self._making: dict[Connection, asyncio.Task[StagingArea]] = {}
         self._slices: dict[int, StagedSlice] = {}
         self._last_region = 0
         self._num_making = 0
@@ -113,38 +48,22 @@ class StagingDesk:
 
     def fd_of(self, region_id: int) -> int | None:
         """The descriptor of a region, to be passed on."""
-        areas = (*self._areas.values(), *self._ending)
-        return next((area.region.fd for area in areas if area.region_id == region_id), None)
+        return next((area.fd for area in self._all() if area.region_id == region_id), None)
 
     async def make_area(self, connection: Connection) -> StagingArea:
-        """A client's region, new if it has none.
+        """A client's region, new if it has none. Whoever asks while it is made gets the same.
 
         Raises:
             StagingExhausted: those of all clients take as much as they may, or the machine lacks the memory.
+            SliceGone: the client has left meanwhile.
         """
         if (area := self._areas.get(connection)) is not None:
             return area
-        used = (len(self._areas) + self._num_making) * self._region_bytes
-        if used + self._region_bytes > self._max_bytes:
-            reason = f"{len(self._areas)} clients stage in {used} bytes, the limit is {self._max_bytes} for all"
-            raise StagingExhausted(f"{reason} (staging_bytes_total)")
-        self._num_making += 1
-        try:
-            region = await asyncio.to_thread(_new_region, self._region_bytes)
-        except IpcError as error:
-            raise StagingExhausted(str(error)) from error
-        finally:
-            self._num_making -= 1
-        if not connection.is_open:
-            region.close()
-            raise SliceGone(OVER)
-        if (area := self._areas.get(connection)) is not None:  # two frames asked for it
-            region.close()
-            return area
-        self._last_region += 1
-        area = StagingArea(self._last_region, connection.namespace, region, self._forget_slice)
-        self._areas[connection] = area
-        return area
+        making = self._making.get(connection)
+        if making is None:
+            self._check_limit()
+            making = self._making[connection] = asyncio.get_running_loop().create_task(self._make(connection))
+        return await asyncio.shield(making)
 
     def add(self, area: StagingArea, staged: Staged, key: bytes, kind: str, header: bytes) -> int:
         """A slice that its client will write; its token."""
@@ -170,28 +89,48 @@ class StagingDesk:
         return area.slices.get(token) if area is not None else None
 
     def quarantine(self, connection: Connection) -> bool:
-        """The client's socket is closed and its process lives. Whether it has a region, which stays as long."""
-        area = self._areas.get(connection)
-        if area is not None:
+        """The client's socket is closed and its process lives. Whether it keeps something of a region, for now.
+
+        That is what it was in the middle of writing, until it dies, and what ranks read, until they are done.
+        """
+        self._making.pop(connection, None)
+        if (area := self._areas.get(connection)) is not None:
             area.leave(area.staging.quarantine)
-        return area is not None
+        return connection in self._areas
 
     def end(self, connection: Connection) -> None:
         """The client is dead, or has said that it writes no more."""
-        area = self._areas.pop(connection, None)
-        if area is None:
-            return
-        self._ending.add(area)
-        area.on_idle = lambda: self._close(area)
-        area.leave(area.staging.end_all)
+        self._making.pop(connection, None)
+        if (area := self._areas.pop(connection, None)) is not None:
+            self._ending.add(area)
+            area.leave(area.staging.end_all)
+
+    def row_of(self, connection: Connection) -> dict[str, int | float]:
+        """What a client has staged, for `mmcache leases`.
+
+        Slices and their bytes; bytes of those that it was writing when its socket closed; what its region takes of the
+        machine's memory; and the region's age.
+        """
+        if (area := self._areas.get(connection)) is None:
+            return dict.fromkeys(
+                ("staged", "bytes_staged", "bytes_staged_quarantined", "bytes_region", "region_seconds"), 0
+            )
+        return {
+            "staged": len(area.staging.slices()),
+            "bytes_staged": area.staging.bytes_used,
+            "bytes_staged_quarantined": area.staging.bytes_quarantined,
+            "bytes_region": area.bytes_charged,
+            "region_seconds": round(time.monotonic() - area.made_at, 3),
+        }
 
     def counters(self) -> dict[str, int]:
         """For `mmcache stats`."""
-        stagings = [area.staging for area in (*self._areas.values(), *self._ending)]
+        areas = self._all()
+        stagings = [area.staging for area in areas]
         total = sum((_counts(staging) for staging in stagings), self._past.copy())
         return {
-            "regions": len(stagings),
-            "bytes_total": sum(staging.bytes_total for staging in stagings),
+            "regions": len(areas),
+            "bytes_total": sum(area.bytes_charged for area in areas),
             "bytes_used": sum(staging.bytes_used for staging in stagings),
             "bytes_quarantined": sum(staging.bytes_quarantined for staging in stagings),
             **{name.removeprefix("num_"): total[name] for name in COUNTED},
@@ -199,26 +138,57 @@ class StagingDesk:
 
     def check(self) -> None:
         """Assert that regions and slices agree."""
-        for area in self._areas.values():
+        for area in self._all():
             area.staging.check()
+        for area in self._areas.values():
             for token, staged in area.slices.items():
                 assert self._slices.get(token) is staged, "a staged slice is not found by its token"
         assert len(self._slices) == sum(len(area.slices) for area in self._areas.values()), "a staged slice is lost"
 
-    def _close(self, area: StagingArea) -> None:
+    def _all(self) -> list[StagingArea]:
+        return [*self._areas.values(), *self._ending]
+
+    def _check_limit(self) -> None:
+        areas = self._all()
+        used = sum(area.bytes_charged for area in areas) + self._num_making * self._region_bytes
+        if used + self._region_bytes > self._max_bytes:
+            num_regions = len(areas) + self._num_making
+            reason = f"{num_regions} regions of clients take {used} bytes, the limit is {self._max_bytes} for all"
+            raise StagingExhausted(f"{reason} (staging_bytes_total), one more takes {self._region_bytes}")
+        self._num_making += 1  # until it is made
+
+    async def _make(self, connection: Connection) -> StagingArea:
+        try:
+            memory = await asyncio.to_thread(UnmappedMemory.create, "mmcache-staging", self._region_bytes)
+            if self._making.get(connection) is not asyncio.current_task():
+                await asyncio.to_thread(memory.close)
+                raise SliceGone(OVER)
+        except IpcError as error:
+            raise StagingExhausted(str(error)) from error
+        finally:
+            self._num_making -= 1
+            if self._making.get(connection) is asyncio.current_task():
+                del self._making[connection]
+        self._last_region += 1
+        idle = partial(self._idle, connection)
+        area = StagingArea(self._last_region, connection.namespace, memory, self._forget_slice, idle)
+        self._areas[connection] = area
+        return area
+
+    def _idle(self, connection: Connection, area: StagingArea) -> None:
+        """A client has left, and nobody needs its memory any more."""
+        if self._areas.get(connection) is area:
+            del self._areas[connection]
+        self._ending.add(area)
+        self.on_gone(area.region_id)
+        area.close(self._closed)
+
+    def _closed(self, area: StagingArea) -> None:
         self._ending.discard(area)
         self._past.update(_counts(area.staging))
-        area.region.close()
-        self.on_gone(area.region_id)
 
     def _forget_slice(self, staged: StagedSlice) -> None:
         self._slices.pop(staged.token, None)
-
-
-def _new_region(nbytes: int) -> SharedRegion:
-    region = SharedRegion.create("mmcache-staging", nbytes)
-    region.seal_resize()
-    return region
 
 
 def _counts(staging: Staging) -> Counter[str]:

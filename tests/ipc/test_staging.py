@@ -148,28 +148,34 @@ def test_no_room_is_none_and_what_never_fits_an_error(staging: Staging) -> None:
     assert staging.slices() == [first]
 
 
-def test_a_closed_socket_quarantines_what_nobody_reads(staging: Staging) -> None:
+def test_a_closed_socket_quarantines_what_is_being_written_and_nothing_else(staging: Staging) -> None:
     writing, staged, read = reserved(staging, 100), complete(staging, consumers=2), reading(staging)
     staging.quarantine()
     assert (writing.state, staged.state, read.state) == (
         StagedState.QUARANTINED,
-        StagedState.QUARANTINED,
+        StagedState.GONE,
         StagedState.READING,
     )
-    assert (staging.bytes_quarantined, staging.num_died) == (256 + KIB, 2)
-    for refused in (staged.claim, staged.begin_read):
+    assert (staging.bytes_quarantined, staging.bytes_used, staging.num_died) == (256, 256 + KIB, 2)
+    for refused in (staged.claim, staged.begin_read, writing.begin_read):
         with pytest.raises(SliceGone, match="over"):
             refused()
-    assert not any([staged.acknowledge(), staged.cancel(), writing.cancel(), staged.fail()])
+    assert not any([staged.acknowledge(), staged.cancel(), writing.cancel(), staged.fail(), writing.fail()])
     with pytest.raises(BadTransition, match="QUARANTINED"):
         staging.reserve(1)
     staging.check()
     read.end_read()
-    assert (read.state, staging.bytes_quarantined) == (StagedState.QUARANTINED, 256 + 2 * KIB)
+    assert (read.state, staging.bytes_used, staging.is_idle) == (StagedState.GONE, 256, False)
     staging.check()
     staging.end_all()
     assert (staging.bytes_used, staging.bytes_quarantined, staging.num_died, staging.is_idle) == (0, 0, 2, True)
     staging.check()
+
+
+def test_nothing_is_kept_of_a_client_that_was_not_writing(staging: Staging) -> None:
+    complete(staging)
+    staging.quarantine()
+    assert (staging.is_idle, staging.bytes_quarantined, staging.num_died) == (True, 0, 1)
 
 
 def test_death_frees_all_but_what_is_read(staging: Staging) -> None:
@@ -186,13 +192,34 @@ def test_death_frees_all_but_what_is_read(staging: Staging) -> None:
 
 
 def test_a_read_may_fail_under_quarantine_and_after_death() -> None:
-    for leave, ended in ((Staging.quarantine, StagedState.QUARANTINED), (Staging.end_all, StagedState.GONE)):
+    for leave in (Staging.quarantine, Staging.end_all):
         staging = Staging(8 * KIB)
         read = reading(staging)
         leave(staging)
         assert read.fail()
-        assert (read.state, staging.num_failed) == (ended, 1)
+        assert (read.state, staging.num_failed, staging.is_idle) == (StagedState.GONE, 1, True)
         staging.check()
+
+
+def test_whether_it_could_fit_beside_some(staging: Staging) -> None:
+    first, middle, last = reserved(staging, 2 * KIB), reserved(staging, 2 * KIB), reserved(staging, 3 * KIB)
+    assert staging.reserve(2 * KIB) is None
+    assert staging.could_fit(2 * KIB, [first, middle]), "if the last one ends"
+    assert staging.could_fit(4 * KIB, [first])
+    assert not staging.could_fit(4 * KIB + 1, [middle]), "in a row"
+    assert not staging.could_fit(2 * KIB, [last, first, middle])
+    assert staging.could_fit(8 * KIB, [])
+    assert not staging.could_fit(8 * KIB + 1, [])
+
+
+def test_free_runs_are_what_lies_between(staging: Staging) -> None:
+    assert staging.free_runs() == [(0, 8 * KIB)]
+    _, middle, _ = reserved(staging, 2 * KIB), reserved(staging, 100), reserved(staging)
+    middle.cancel()
+    assert staging.free_runs() == [(2 * KIB, 256), (2 * KIB + 256 + KIB, 5 * KIB - 256)]
+    reserved(staging, 256)
+    reserved(staging, 5 * KIB - 256)
+    assert staging.free_runs() == []
 
 
 MOVES: dict[StagedState, Callable[[Staged], object]] = {

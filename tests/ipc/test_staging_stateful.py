@@ -156,10 +156,7 @@ class StagingMachine(RuleBasedStateMachine):
                 slice_.staged.end_read()
             return
         slice_.staged.end_read()
-        slice_.state = self.after_a_read()
-
-    def after_a_read(self) -> StagedState:
-        return StagedState.QUARANTINED if self.owner is HolderState.QUARANTINED else StagedState.GONE
+        slice_.state = StagedState.GONE
 
     @precondition(lambda self: self.slices)
     @rule(index=PICKS, state=st.sampled_from(StagedState), ending=st.sampled_from(["acknowledge", "cancel", "fail"]))
@@ -173,7 +170,7 @@ class StagingMachine(RuleBasedStateMachine):
         assert getattr(slice_.staged, ending)() == (slice_.state in ends)
         if slice_.state in ends:
             self.counts[counter] += 1
-            slice_.state = self.after_a_read() if slice_.state is StagedState.READING else StagedState.GONE
+            slice_.state = StagedState.GONE
 
     @precondition(lambda self: self.slices)
     @rule(dies=st.booleans())
@@ -189,7 +186,8 @@ class StagingMachine(RuleBasedStateMachine):
         for slice_ in self.live():
             if slice_.state is not StagedState.READING:
                 self.counts["died"] += not slice_.is_over
-                slice_.state = StagedState.GONE if dies else StagedState.QUARANTINED
+                is_kept = slice_.state is StagedState.WRITING and not dies
+                slice_.state = StagedState.QUARANTINED if is_kept else StagedState.GONE
 
     @precondition(lambda self: self.owner is HolderState.DEAD and self.staging.is_idle)
     @rule()
@@ -205,6 +203,7 @@ class StagingMachine(RuleBasedStateMachine):
         for slice_ in self.slices:
             assert (slice_.staged.state, slice_.staged.num_claimed) == (slice_.state, slice_.num_claimed)
         assert self.staging.bytes_used == sum(slice_.size for slice_ in live)
+        assert sum(free for _, free in self.staging.free_runs()) == CAPACITY - self.staging.bytes_used
         held = [slice_.size for slice_ in live if slice_.state is StagedState.QUARANTINED]
         assert self.staging.bytes_quarantined == sum(held)
         assert {name: getattr(self.staging, f"num_{name}") for name in self.counts} == self.counts

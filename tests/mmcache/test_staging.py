@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -106,35 +105,6 @@ def test_patch_rows_of_every_type(sidecar: SidecarProcess) -> None:
         assert is_idle(sidecar)
 
 
-def test_rows_that_no_model_takes_are_named(sidecar: SidecarProcess) -> None:
-    with sidecar.connect() as client:
-        rows = torch.zeros(24, 588)
-        for wrong, grid, message in (
-            (rows.double(), (1, 4, 6), "float32, float16 or bfloat16"),
-            (rows, (1, 4, 4), "has 16 rows"),
-            (rows, (1, 4), r"patches in \(t, h, w\)"),
-            (rows[0], (1, 4, 6), r"patch rows are"),
-            ("rows", (1, 4, 6), r"patch rows are"),
-        ):
-            with pytest.raises(mmcache.UnsupportedItem, match=message):
-                client.stage(wrong, grid=grid)  # type: ignore[arg-type]
-        for odd, grid, message in (
-            (torch.zeros(24, 12), (1, 4, 6), "588 values"),
-            (torch.zeros(15, 588), (1, 3, 5), "multiples of 2"),
-            (torch.zeros(40, 588), (10, 2, 2), "1 to 4 frames"),
-        ):
-            ref = client.stage(odd, grid=grid)
-            results = client.encode([ref, image(1)], errors="return")
-            assert isinstance(results[0], mmcache.UnsupportedItem)
-            assert message in results[0].reason
-            results[1].release()
-        with pytest.raises(mmcache.UnsupportedItem, match="only uint8 arrays"):
-            client.stage(b"a file")
-        with pytest.raises(mmcache.UnsupportedItem):
-            client.stage(np.zeros((3, 5), np.float32))
-        assert is_idle(sidecar)
-
-
 def test_a_false_claim_fails_its_owner_and_poisons_nobody(sidecar: SidecarProcess, monkeypatch: Any) -> None:
     truth, lie = image(1), image(2)
     with sidecar.connect() as liar, sidecar.connect() as honest:
@@ -234,47 +204,6 @@ def test_a_reference_is_worth_nothing_in_another_namespace_or_under_another_key(
         assert isinstance(client.encode([ref._replace(key="0" * 32)], errors="return")[0], mmcache.SliceGone)
         client.encode([ref])[0].release()
         assert is_idle(sidecar)
-
-
-def test_a_full_region_waits_then_says_so_and_what_never_fits_fails_at_once(tmp_path: Path) -> None:
-    with SidecarProcess(tmp_path, staging_bytes="1MiB") as sidecar, sidecar.connect(timeout=4.0) as client:
-        refs = client.stage_all([image(seed, 340, 340) for seed in range(3)])
-        with pytest.raises(mmcache.StagingExhausted, match="3 slices of this client"):
-            client.stage(image(4, 340, 340))
-        with pytest.raises(mmcache.StagingExhausted, match="never fit"):
-            client.stage(image(5, 700, 700))
-        client.cancel(*refs)
-        for ref in client.stage_all([image(seed, 340, 340) for seed in range(3)]):
-            client.encode([ref])[0].release()
-        assert is_idle(sidecar)
-
-
-def test_room_comes_back_while_a_stage_waits(tmp_path: Path) -> None:
-    with SidecarProcess(tmp_path, staging_bytes="1MiB") as sidecar, sidecar.connect() as client:
-        refs = client.stage_all([image(seed, 340, 340) for seed in range(3)])
-        waiting: list[mmcache.StagedRef] = []
-        thread = threading.Thread(target=lambda: waiting.append(client.stage(image(4, 340, 340))))
-        thread.start()
-        client.encode(refs[:1])[0].release()
-        thread.join(20)
-        assert waiting
-        client.encode([*refs[1:], *waiting])
-        client.close()
-        eventually(lambda: staging(sidecar)["regions"] == 0, "a client that says goodbye leaves nothing")
-
-
-def test_the_regions_of_all_clients_are_bounded(tmp_path: Path) -> None:
-    with SidecarProcess(tmp_path, staging_bytes="1MiB", staging_bytes_total="2MiB") as sidecar:
-        clients = [sidecar.connect() for _ in range(3)]
-        for client in clients[:2]:
-            client.stage(image(1))
-        with pytest.raises(mmcache.StagingExhausted, match="staging_bytes_total"):
-            clients[2].stage(image(1))
-        clients[0].close()
-        eventually(lambda: staging(sidecar)["regions"] == 1, "its region is gone")
-        clients[2].stage(image(1))
-        for client in clients:
-            client.close()
 
 
 def test_any_number_of_references_at_once(sidecar: SidecarProcess) -> None:

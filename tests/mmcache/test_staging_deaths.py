@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +20,16 @@ import sys, time, os, json
 import mmcache
 from tests.mmcache.support import image
 client = mmcache.connect(sys.argv[1])
-if sys.argv[2] == "writing":
+if sys.argv[2] == "torn":
+    client.stage(image(3))
+if sys.argv[2] in ("writing", "torn"):
     from mmcache.staging import StageCall
-    StageCall.complete = lambda self: (print(json.dumps([self._places[0][0], str(self._keys[0]), [56, 84, 3], 14112]),
-                                             flush=True), time.sleep(600))
+    def complete(self):
+        if sys.argv[2] == "torn":
+            client._pump.channel.close()
+        print(json.dumps([self._places[0][0], str(self._keys[0]), [56, 84, 3], 14112]), flush=True)
+        time.sleep(600)
+    StageCall.complete = complete
 ref = client.stage(image(1), consumers=2)
 if sys.argv[2] == "closed":
     client._pump.channel.close()
@@ -48,17 +56,39 @@ def test_the_death_of_a_stager_frees_and_tells(sidecar: SidecarProcess, state: s
         assert is_idle(sidecar)
 
 
-def test_a_closed_socket_of_a_live_stager_quarantines_until_it_dies(sidecar: SidecarProcess) -> None:
-    process = child(STAGER, sidecar.socket, "closed")
+def test_a_socket_that_closes_while_a_live_process_writes_quarantines_that_alone(sidecar: SidecarProcess) -> None:
+    process = child(STAGER, sidecar.socket, "torn")
     assert process.stdout is not None
     ref = mmcache.StagedRef.of(json.loads(process.stdout.readline()))
-    eventually(lambda: staging(sidecar)["bytes_quarantined"] > 0, "it may still write")
     with sidecar.connect() as client:
+
+        def row() -> dict[str, Any]:
+            return next(row for row in client.leases()["holders"] if row["pid"] == process.pid)
+
+        eventually(lambda: row()["bytes_staged_quarantined"] > 0, "it may still write")
+        eventually(lambda: row()["bytes_region"] <= 6 * mmap.PAGESIZE, "the rest of its 64 MiB is given back")
+        found = row()
+        assert (found["state"], found["staged"], found["region_seconds"] >= 0) == ("quarantined", 1, True)
+        assert found["bytes_staged_quarantined"] == found["bytes_staged"] == 14336
         assert isinstance(client.encode([ref], errors="return")[0], mmcache.SliceGone)
+        assert client.leases(check=True)["problems"] == []
         process.kill()
         process.communicate()
         eventually(lambda: staging(sidecar)["regions"] == 0, "it cannot write any more")
-        assert staging(sidecar)["bytes_quarantined"] == 0
+        assert (staging(sidecar)["bytes_quarantined"], staging(sidecar)["bytes_total"]) == (0, 0)
+
+
+def test_a_closed_socket_of_a_live_process_that_wrote_all_of_it_keeps_nothing(sidecar: SidecarProcess) -> None:
+    process = child(STAGER, sidecar.socket, "closed")
+    assert process.stdout is not None
+    ref = mmcache.StagedRef.of(json.loads(process.stdout.readline()))
+    eventually(lambda: staging(sidecar)["regions"] == 0, "nobody needs its region")
+    with sidecar.connect() as client:
+        assert isinstance(client.encode([ref], errors="return")[0], mmcache.SliceGone)
+        assert client.leases()["quarantined"]["holders"] == 0
+        assert (staging(sidecar)["died"], process.poll()) == (1, None)
+    process.kill()
+    process.communicate()
 
 
 def test_a_stopped_stager_is_waited_for_and_others_are_not_held_up(sidecar: SidecarProcess) -> None:

@@ -142,8 +142,8 @@ class Holder:
         # By slot, as long as the highest slot ever granted. Slot 0 is never granted.
         self._generations: list[int] = [0]
         self._free: list[int] = []
-        self._seen: NDArray[np.uint32] = np.zeros(control.num_words, np.uint32)
         self._words = control.scalars
+        self._seen: NDArray[np.uint32] = np.zeros(64, np.uint32)  # grows with the slots: most holders need few
         self._seen_words = self._seen.data  # the same memory; quicker for one word
 
     def grant(self, extent: Leasable, now: float | None = None) -> Share:
@@ -188,8 +188,7 @@ class Holder:
         """Read the control memory and end every share whose word is its generation. Returns the shares that ended."""
         ended: list[Share] = []
         for slot in self.control.acknowledged(self._seen[: len(self._generations)]):
-            word = self.control.read(slot)
-            self._seen_words[slot] = word
+            word = self._seen_words[slot] = self.control.read(slot)
             if (share := self._match(slot, word)) is not None:
                 self._end(share, _ACKNOWLEDGED)
                 ended.append(share)
@@ -197,8 +196,7 @@ class Holder:
 
     def acknowledge(self, slot: int, generation: int) -> bool:
         """End a share by message. False, and a counted stray, unless `slot` has a share of just that generation."""
-        share = self._match(slot, generation)
-        if share is None:
+        if (share := self._match(slot, generation)) is None:
             return False
         self._end(share, _ACKNOWLEDGED)
         return True
@@ -255,21 +253,23 @@ class Holder:
     def check(self) -> None:
         """Assert that slots, counters and states agree."""
         shares = self.shares()
-        possible = HELD_BY[self.state]
-        assert all(share.state in possible for share in shares), "a share's state does not go with its holder's"
+        states = {share.state for share in shares}
+        assert states <= HELD_BY[self.state], "a share's state does not go with its holder's"
         assert all(self._shares[share.slot] is share for share in shares), "a share is in another's slot"
         ages = [share.granted_at for share in shares]
         assert ages == sorted(ages), "shares are not in the order of grants"
         assert len(shares) == self.num_active, "num_active differs from the shares"
         ended = self.num_acknowledged + self.num_died
         assert self.num_active == self.num_granted - ended, "shares were granted and neither ended nor kept"
-        free = sorted(self._free)
-        used = [share.slot for share in shares]
-        assert sorted(free + used) == list(range(1, len(self._generations))), "a slot is lost, free and used, or 0"
+        slots = self._free + [share.slot for share in shares]
+        assert sorted(slots) == list(range(1, len(self._generations))), "a slot is lost, free and used, or 0"
         self.offers.check()
         assert self.state is _CONNECTED or not self.offers.open(), "an offer outlived its requester"
 
     def _new_slot(self) -> int:
+        if len(self._generations) == len(self._seen):
+            self._seen = np.concatenate((self._seen, np.zeros_like(self._seen)))
+            self._seen_words = self._seen.data
         self._generations.append(0)
         return len(self._generations) - 1
 

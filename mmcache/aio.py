@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from mmcache.aio_link import connect_pump
 from mmcache.aio_pump import AsyncPump, is_quick
 from mmcache.asking import Item
 from mmcache.client import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S, opened
-from mmcache.encode_call import EncodeCall, Errors
+from mmcache.encode_call import EncodeCall, Errors, check_errors
 from mmcache.errors import ItemError
 from mmcache.keys import ContentKey
 from mmcache.lease import Lease
@@ -91,6 +92,7 @@ class AsyncClient(AsyncAsking):
     async def open(self, refs: Sequence[SliceRef], errors: Errors = "raise") -> list[Lease]: ...
     async def open(self, refs: SliceRef | Sequence[SliceRef], errors: Errors = "raise") -> Lease | list[Lease]:
         """Claim a share of each reference that another process got with a lease. See `Client.open`."""
+        check_errors(errors)
         wanted = slice_refs(refs)
         results: list[Lease | ItemError] = []
         try:
@@ -149,19 +151,20 @@ class AsyncClient(AsyncAsking):
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    def __del__(self) -> None:
+    def __del__(self, _warn: Any = warnings.warn) -> None:
         if getattr(self, "_is_closed", True) or os.getpid() != self._pid or self._loop.is_closed():
             return
-        self._loop.call_soon_threadsafe(self._pump.abandon, "the client was dropped")
+        _warn(f"a client of {self._target[0]} was dropped unclosed", ResourceWarning, source=self, stacklevel=1)
+        self._loop.call_soon_threadsafe(self._pump.leave)  # leases that were taken from it go on
 
     async def _drive(self, pump: AsyncPump, call: EncodeCall, quick: bool) -> None:
         """Ask for each part as soon as it is hashed; wait at the end, and when a window is full."""
         deadline, timeout_s = call.deadline, self._timeout_s
         while True:
             while (part := call.next_part() if quick else await pump.in_thread(call.next_part)) is not None:
-                await self._room(pump, deadline)
                 with pump.turn():
-                    call.ask(part)
+                    if not call.ask(part):
+                        break
             if not call.is_done:
                 await pump.wait(lambda: call.may_go_on, deadline, timeout_s)
             if call.is_done:
@@ -182,12 +185,8 @@ class AsyncClient(AsyncAsking):
         return pending.give()
 
     async def _find_room(self, pump: AsyncPump, call: StageCall, deadline: float) -> None:
-        questions = call.questions(pump, deadline)
-        while True:
-            await self._room(pump, deadline)
-            if (question := next(questions, None)) is None:
-                return
-            await self._answer(pump, question, deadline)
+        for start in call.questions():
+            await self._answer(pump, await self._begin(pump, start, deadline), deadline)
 
 
 class Connecting:

@@ -99,9 +99,9 @@ class AsyncAsking(Informed):
         """The sidecar's counters, nested. See `Client.stats`."""
         return await self._ask(lambda core, _: asks.stats(core))
 
-    async def leases(self, limit: int = 1000, *, check: bool = False) -> dict[str, Any]:
+    async def leases(self, limit: int = 1000, *, pid: int | None = None, check: bool = False) -> dict[str, Any]:
         """Who holds what since when, and what is quarantined and why, nested. See `Client.leases`."""
-        return await self._ask(lambda core, _: asks.leases(core, limit, check))
+        return await self._ask(lambda core, _: asks.leases(core, limit, pid, check))
 
     async def reload(self, model: str | os.PathLike[str] | None = None) -> Fingerprint:
         """Serve new weights, without losing a request; returns their fingerprint. See `Client.reload`."""
@@ -137,14 +137,17 @@ class AsyncAsking(Informed):
     async def _ask(self, start: asks.Start[T]) -> T:
         deadline = time.monotonic() + self._timeout_s
         pump = await self._usable(deadline)
+        return await self._answer(pump, await self._begin(pump, start, deadline), deadline)
+
+    async def _begin(self, pump: AsyncPump, start: asks.Start[T], deadline: float) -> asks.Question[T]:
         await self._room(pump, deadline)
         with pump.turn() as core:
-            question = start(core, deadline - time.monotonic())
-        return await self._answer(pump, question, deadline)
+            return start(core, deadline - time.monotonic())
 
     async def _room(self, pump: AsyncPump, deadline: float) -> None:
-        """Wait until one more thing may be in flight."""
-        await pump.wait(lambda: not pump.core.is_full, deadline, self._timeout_s)
+        """Return when one more thing may be in flight, without giving others a turn in between."""
+        while pump.core.is_full:
+            await pump.wait(lambda: not pump.core.is_full, deadline, self._timeout_s)
 
     async def _answer(self, pump: AsyncPump, question: asks.Question[T], deadline: float) -> T:
         try:

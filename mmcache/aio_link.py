@@ -13,11 +13,11 @@ from pathlib import Path
 
 from mmcache.aio_pump import AsyncPump, Watch
 from mmcache.core import ClientCore
+from mmcache.duplex import DuplexChannel
 from mmcache.errors import ConnectionLost, RequestTimeout, SidecarUnavailable
 from mmcache.framing import Frame, OutgoingFrame
 from mmcache.handshake import hello, unavailable, welcomed
 from mmcache.link import pauses
-from mmcache.transport import DuplexChannel
 
 RETRY_S = 0.005
 """Pause while a sidecar has more connections waiting than it lets wait."""

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmcache.core import ClientCore
+from mmcache.duplex import DuplexChannel
 from mmcache.errors import ClientClosed, ConnectionLost, ProtocolError, RequestTimeout
 from mmcache.framing import OutgoingFrame
-from mmcache.pump import GOODBYE_S
 from mmcache.refs import StagedRef
 from mmcache.supplying import Supplying, supply_now
-from mmcache.transport import DuplexChannel
+from mmcache.turns import GOODBYE_S
 
 T = TypeVar("T")
 TURN_S = 1e-3
@@ -157,6 +157,13 @@ class AsyncPump:
         self.core.forget_pools()
         self.core.supply = supply_now
         self._wake()
+
+    def leave(self) -> None:
+        """The client dies unclosed: say which leases go on, as far as that goes without waiting, and end it."""
+        if self.lost is None and not self._is_closed:
+            self.core.say_goodbye()
+            self._send()
+            self.abandon("the client was dropped")
 
     async def _say_goodbye(self) -> None:
         """Tell which leases go on. If it fails, the coordinator learns the rest from this process's death."""

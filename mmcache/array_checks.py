@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 from mmcache.errors import UnsupportedItem
 
 ANY = -1
@@ -56,3 +59,12 @@ def _shape_hint(shape: tuple[int, ...], move: str, array: str) -> str:
         return "this has no pixels"
     fits = (hint for num_axes, axis, side, hint in SHAPE_HINTS if len(shape) == num_axes and side in (shape[axis], ANY))
     return next(fits, "each picture or chunk is an item of its own").format(move=move, array=array)
+
+
+def checked_grid(grid: Any) -> tuple[int, int, int]:
+    """A grid as a user gives it: any sequence of three integers, numpy's too. Raises ValueError if it is none."""
+    try:
+        t, h, w = map(operator.index, grid)
+    except (TypeError, ValueError):
+        raise ValueError(f"grid must be three integers, patches in (t, h, w), got {grid!r}") from None
+    return t, h, w

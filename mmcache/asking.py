@@ -124,14 +124,15 @@ class Asking(Informed):
         """The sidecar's counters, nested. One round trip."""
         return self._ask(lambda core, _: asks.stats(core))
 
-    def leases(self, limit: int = 1000, *, check: bool = False) -> dict[str, Any]:
+    def leases(self, limit: int = 1000, *, pid: int | None = None, check: bool = False) -> dict[str, Any]:
         """Who holds what since when, and what is quarantined and why, nested. One round trip.
 
         Args:
             limit: leases that are listed at most, the oldest first; they are counted all the same.
+            pid: list only what this process holds.
             check: look whether the sidecar's books agree with each other; what is wrong is in `problems`.
         """
-        return self._ask(lambda core, _: asks.leases(core, limit, check))
+        return self._ask(lambda core, _: asks.leases(core, limit, pid, check))
 
     def reload(self, model: str | os.PathLike[str] | None = None) -> Fingerprint:
         """Serve new weights, without losing a request; returns their fingerprint.
@@ -160,15 +161,15 @@ class Asking(Informed):
     def _ask(self, start: asks.Start[T]) -> T:
         deadline = time.monotonic() + self._timeout_s
         pump = self._usable(deadline)
-        with pump.turn() as core:
-            question = start(core, deadline - time.monotonic())
-        return self._wait(pump, question, deadline)
+        return self._wait(pump, self._begin(pump, start, deadline), deadline)
+
+    def _begin(self, pump: Pump, start: asks.Start[T], deadline: float) -> asks.Question[T]:
+        return pump.begin(lambda core: start(core, deadline - time.monotonic()), deadline, self._timeout_s)
 
     def _wait(self, pump: Pump, question: asks.Question[T], deadline: float) -> T:
         try:
             pump.wait(lambda: question.ask.is_done, deadline, self._timeout_s)
         except BaseException:
-            with pump.lock:
-                pump.core.give_up(question.ask)
+            pump.tell(lambda core: core.give_up(question.ask))
             raise
         return question.result()

@@ -6,12 +6,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
 
 from ipc.memory_shm import sealed_copy
+from mmcache.array_checks import checked_grid
 from mmcache.core import ClientCore
 from mmcache.encode_call import sidecar_time_s
 from mmcache.errors import (
@@ -26,7 +27,7 @@ from mmcache.errors import (
 from mmcache.framing import Frame, Kind, parse
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.pending import Ask, frame_of
-from mmcache.protocol import LeasesRequest, Put, PutReply, Reload, Reloaded, StatsRequest
+from mmcache.protocol import LeasesReply, LeasesRequest, LookupReply, Put, PutReply, Reload, Reloaded, StatsRequest
 from mmcache.records import LOOKUP_HEAD, MAX_ITEMS, ORIGINS, milliseconds
 
 if TYPE_CHECKING:
@@ -62,11 +63,18 @@ def stats(core: ClientCore) -> Question[dict[str, Any]]:
     return Question(ask, _json)
 
 
-def leases(core: ClientCore, limit: int, check: bool) -> Question[dict[str, Any]]:
+def leases(core: ClientCore, limit: int, pid: int | None, check: bool) -> Question[dict[str, Any]]:
     """Who holds what."""
     ask = Ask(core.new_id())
-    core.ask(Kind.LEASES, ask, LeasesRequest(ask_id=ask.ask_id, limit=limit, check=check))
-    return Question(ask, _json)
+    core.ask(Kind.LEASES, ask, LeasesRequest(ask_id=ask.ask_id, limit=limit, pid=pid, check=check))
+
+    def read(frame: Frame) -> dict[str, Any]:
+        reply = parse(LeasesReply, frame)
+        if reply.error:
+            _raise(reply)
+        return _json(frame)
+
+    return Question(ask, read)
 
 
 def reload(core: ClientCore, model: str | os.PathLike[str] | None) -> Question[Fingerprint]:
@@ -113,6 +121,8 @@ def lookup(keys: Sequence[ContentKey], core: ClientCore, _: float) -> Question[l
     core.ask(Kind.LOOKUP, ask, None, b"".join((LOOKUP_HEAD.pack(ask.ask_id), *keys)))
 
     def read(frame: Frame) -> list[str | None]:
+        if frame.header:
+            _raise(parse(LookupReply, frame))
         codes = frame.body[LOOKUP_HEAD.size :]
         if len(codes) != len(keys) or any(code > len(ORIGINS) for code in codes):
             raise ProtocolError("a LOOKUP_REPLY does not fit its question")
@@ -141,12 +151,11 @@ class PutItem(NamedTuple):
         os.close(self.fd)
 
 
-def put(
-    core: ClientCore, item: PutItem, grid: tuple[int, int, int], cost_seconds: float, timeout_s: float
-) -> Question[bool]:
+def put(core: ClientCore, item: PutItem, grid: Sequence[int], cost_seconds: float, timeout_s: float) -> Question[bool]:
     """An embedding made elsewhere. `item` is used up, also when this raises."""
     ask = Ask(core.new_id())
     try:
+        grid = checked_grid(grid)
         message = Put(
             ask_id=ask.ask_id, timeout_ms=milliseconds(sidecar_time_s(timeout_s)),
             fingerprint=bytes.fromhex(item.served.fingerprint), key=bytes(item.key), num_tokens=item.num_tokens,
@@ -156,6 +165,9 @@ def put(
         item.close()
         first = error.errors(include_url=False)[0]
         raise WrongEmbedding(f"{first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
+    except ValueError as error:
+        item.close()
+        raise WrongEmbedding(str(error)) from None
     core.ask(Kind.PUT, ask, message, fds=[item.fd])
 
     def read(frame: Frame) -> bool:
@@ -165,6 +177,10 @@ def put(
         return reply.is_new
 
     return Question(ask, read)
+
+
+def _raise(reply: LeasesReply | LookupReply) -> NoReturn:
+    raise ITEM_ERRORS.get(reply.error, ItemError)(reply.reason)
 
 
 def _json(frame: Frame) -> dict[str, Any]:

@@ -6,12 +6,13 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, cast, overload
 
 from mmcache.asking import Asking, Item
-from mmcache.encode_call import EncodeCall, Errors
+from mmcache.encode_call import EncodeCall, Errors, check_errors
 from mmcache.errors import ClientClosed, EncodeError, ItemError
 from mmcache.handle import Handle, drive, give_up
 from mmcache.keys import ContentKey
@@ -107,8 +108,7 @@ class Client(Asking):
         except BaseException:
             give_up(pump, call)
             raise
-        with pump.lock:
-            return call.result()
+        return pump.do(lambda _: call.result())
 
     def submit(
         self,
@@ -145,6 +145,7 @@ class Client(Asking):
             EncodeError: some of several failed, with `errors="raise"`.
             RequestTimeout, ConnectionLost, ClientClosed: the call as a whole failed.
         """
+        check_errors(errors)
         wanted = slice_refs(refs)
         results: list[Lease | ItemError] = []
         try:
@@ -182,21 +183,18 @@ class Client(Asking):
         pump = self._usable(deadline)
         call = StageCall(pump.core, items, consumers, grids)
         try:
-            for question in call.questions(pump, deadline):
-                self._wait(pump, question, deadline)
+            for start in call.questions():
+                self._wait(pump, self._begin(pump, start, deadline), deadline)
             call.write()
-            with pump.turn():
-                return call.complete()
+            return pump.turn(lambda _: call.complete())
         except BaseException:
-            with pump.lock:
-                call.cancel()
-                pump.send_what_goes()
+            pump.tell(lambda _: call.cancel())
             raise
 
     def cancel(self, *refs: SliceRef | StagedRef) -> None:
         """End what is unclaimed of references that this client made. No round trip. What is over already is ignored."""
-        with self._usable(time.monotonic() + self._timeout_s).turn() as core:
-            core.withdraw([ref.token for ref in refs])
+        tokens = [ref.token for ref in refs]
+        self._usable(time.monotonic() + self._timeout_s).turn(lambda core: core.withdraw(tokens))
 
     def close(self) -> None:
         """Acknowledge every lease but held ones, end what is unclaimed, and close the connection. Twice is harmless.
@@ -214,21 +212,21 @@ class Client(Asking):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_pump", None) is not None:
-            self._pump.channel.close()
+    def __del__(self, _warn: Any = warnings.warn) -> None:
+        pump = getattr(self, "_pump", None)
+        if pump is None or self._is_closed or not pump.core.is_mine:
+            return
+        pump.abandon()  # leases that were taken from it go on
+        _warn(f"a client of {self._path} was dropped unclosed", ResourceWarning, source=self, stacklevel=1)
 
     def _open(self, refs: Sequence[SliceRef]) -> list[Lease | ItemError]:
         deadline = time.monotonic() + self._timeout_s
         pump = self._usable(deadline)
-        with pump.turn() as core:
-            pending = core.open(refs)
+        pending = pump.begin(lambda core: core.open(refs), deadline, self._timeout_s)
         try:
             pump.wait(lambda: pending.is_done, deadline, self._timeout_s)
         except BaseException:
-            with pump.lock:
-                pump.core.cancel(pending)
-                pump.send_what_goes()
+            pump.tell(lambda core: core.cancel(pending))
             raise
         return pending.give()
 

@@ -89,7 +89,9 @@ class ClientCore:
     def is_full(self) -> bool:
         """Whether as many requests and questions are in flight as may be."""
         room = MAX_REQUESTS - len(self._asks)
-        return len(self._pending) >= room and sum(not pending.is_done for pending in self._pending.values()) >= room
+        if len(self._pending) < room:
+            return False
+        return sum(not pending.is_done for pending in list(self._pending.values())) >= room
 
     def new_id(self) -> int:
         """An id that nothing in flight has."""
@@ -108,7 +110,7 @@ class ClientCore:
 
     def open(self, refs: Sequence[SliceRef]) -> PendingOpen:
         """Claim a share of each reference."""
-        pending = PendingOpen(self.new_id(), refs)
+        pending = PendingOpen(self.new_id(), refs, self.served)
         tokens = [TOKEN.pack(ref.token) for ref in refs]
         self._start(pending, Kind.OPEN, b"".join((OPEN_HEAD.pack(pending.request_id), *tokens)))
         return pending
@@ -129,7 +131,7 @@ class ClientCore:
     def ask(self, kind: Kind, ask: Ask, message: Message | None, body: bytes = b"", fds: Sequence[int] = ()) -> None:
         """Ask something of which one frame is the answer. `fds` are closed once they are sent."""
         self._asks[ask.ask_id] = ask
-        self._tidy()
+        self.tidy()
         self.outbox.append(pack_frame(kind, message, body, fds, owned=True))
 
     def tell(self, kind: Kind, message: Message, body: bytes = b"") -> None:
@@ -152,7 +154,7 @@ class ClientCore:
             ask.undo(ask.answer)
 
     def drop(self, action: Callable[[], None]) -> None:
-        """Do this with the next call: for finalizers, which may run in the middle of anything."""
+        """Do this in `tidy`: for finalizers, which may run in the middle of anything."""
         self._dropped.append(action)
 
     def receive(self, frame: Frame) -> None:
@@ -215,14 +217,14 @@ class ClientCore:
 
     def say_goodbye(self) -> None:
         """No more calls. Shares that are live go on; all others have ended, those too that are still on the way."""
-        self._tidy()
+        self.tidy()
         live = b"".join(ACKNOWLEDGEMENT.pack(token >> 32, token & 0xFFFFFFFF) for token in tuple(self.live))
         self.outbox.append(pack_frame(Kind.BYE, Bye(), live))
 
     def _start(self, pending: Pending, kind: Kind, body: bytes) -> None:
         self._pending[pending.request_id] = pending
         if self._late or self._dropped:
-            self._tidy()
+            self.tidy()
         self.outbox.append(pack_frame(kind, None, body))
 
     def _acknowledge_late(self, slot: int, generation: int) -> None:
@@ -235,7 +237,7 @@ class ClientCore:
             recall = parse(Recall, frame)
             if (pending := self._pending.get(recall.request_id)) is not None:
                 pending.recall(recall.positions)
-                self._tidy()  # somebody waits for the acknowledgements
+                self.tidy()  # somebody waits for the acknowledgements
         elif frame.kind == Kind.MODEL_CHANGED:
             changed = parse(ModelChanged, frame)
             self.served = Served(changed.fingerprint, changed.dtype, changed.dim, changed.processor)
@@ -289,12 +291,10 @@ class ClientCore:
         pending.num_open -= len(grants) // GRANT.size
         pending.granted()
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
         """Do what finalizers left, and send acknowledgements that go by message."""
         while self._dropped:
             self._dropped.popleft()()
-        records = []
-        while self._late:
-            records.append(ACKNOWLEDGEMENT.pack(*self._late.popleft()))
-        if records:
+        if self._late:
+            records = [ACKNOWLEDGEMENT.pack(*self._late.popleft()) for _ in range(len(self._late))]
             self.tell(Kind.ACKNOWLEDGE, Acknowledge(), b"".join(records))

@@ -31,6 +31,7 @@ class EncodeCall:
         deadline: of the call, on the monotonic clock.
         items: what is to be encoded.
         lock: held by whoever cuts and asks; threads may share a call.
+        is_over: whether its results were taken, or it was given up.
     """
 
     def __init__(
@@ -43,8 +44,7 @@ class EncodeCall:
         consumers: int = 0,
         errors: Errors = "raise",
     ) -> None:
-        if errors not in ("raise", "return"):
-            raise ValueError(f'errors must be "raise" or "return", got {errors!r}')
+        check_errors(errors)
         if is_one_item(items):
             what = type(items).__name__
             raise TypeError(f"items must be a list of items; for one {what} give [item], for a batch list(batch)")
@@ -54,6 +54,7 @@ class EncodeCall:
         self.deadline = deadline
         self.items = items
         self.lock = threading.Lock()
+        self.is_over = False
         self._core = core
         self._errors = errors
         self._consumers = consumers
@@ -63,22 +64,30 @@ class EncodeCall:
         self._has_failed = False
         self._has_more = True
         self._window_parts = self._window_bytes = 0
+        self._kept: Part | None = None
         self._parts = self._cut(items, keys)
 
     def next_part(self) -> Part | None:
         """Read and hash the next part; None when there is none, or when the answers to earlier ones come first."""
+        if self.is_over:
+            return None
         is_full = self._window_bytes >= WINDOW_BYTES or self._window_parts == WINDOW_PARTS
         if (is_full and not self._is_answered()) or self._core.is_full:
             return None
         if is_full:
             self._window_bytes = self._window_parts = 0
-        part = next(self._parts, None)
+        part, self._kept = self._kept or next(self._parts, None), None
         if part is None:
             self._has_more = False
         return part
 
-    def ask(self, part: Part) -> None:
-        """Send a part."""
+    def ask(self, part: Part) -> bool:
+        """Send a part. False, and it is the next one still, if the connection has no room for a request by now."""
+        if self.is_over:
+            return False
+        if self._core.is_full:
+            self._kept = part
+            return False
         timeout_s = sidecar_time_s(self.deadline - time.monotonic())
         self._has_more = part.has_more
         self._window_parts += 1
@@ -86,6 +95,7 @@ class EncodeCall:
         request = self._core.encode(part, timeout_s, self._call_id, self._consumers)
         request.call_settled = self._settled
         self._requests.append(request)
+        return True
 
     @property
     def is_done(self) -> bool:
@@ -94,8 +104,8 @@ class EncodeCall:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether there is something to do besides waiting: the call is done, or its window has room again."""
-        return self._is_answered() and not self._core.is_full
+        """Whether there is something to do besides waiting: the call is done or over, or its window has room again."""
+        return self.is_over or (self._is_answered() and not self._core.is_full)
 
     def result(self) -> list[Lease]:
         """Leases in the order of the items; with `errors="return"` exceptions among them. The call is over.
@@ -127,6 +137,7 @@ class EncodeCall:
 
     def _let_go(self) -> None:
         """Requests and call refer to each other: leases and items would live on until cycles are looked for."""
+        self.is_over = True
         for request in self._requests:
             request.call_settled = None
 
@@ -145,6 +156,12 @@ class EncodeCall:
         if keys is None:
             return cut(items, self._core.hasher.key, max_item_bytes, self._failed)
         return cut_keys(items, checked_keys(keys, len(items)), max_item_bytes)
+
+
+def check_errors(errors: str) -> None:
+    """Raise ValueError unless it is one of `Errors`."""
+    if errors not in ("raise", "return"):
+        raise ValueError(f'errors must be "raise" or "return", got {errors!r}')
 
 
 def sidecar_time_s(remaining_s: float) -> float:

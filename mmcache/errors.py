@@ -25,6 +25,7 @@ MMCacheError
     ├── EncodeFailed         the ranks failed to encode it
     ├── PoolExhausted        no room within the deadline, or ever (also ipc.errors.ExtentTooLarge's case)
     ├── TooManyLeases        the connection holds as many leases as its control memory has words
+    ├── TooManyRequests      the connection has as many requests open as it may
     ├── NotCached            only its key was given, and no tier has its embedding
     ├── SliceGone            a reference is over: claimed by all, cancelled, or its maker has died
     ├── StagingExhausted     no room for pixels within the deadline, or ever
@@ -157,12 +158,20 @@ class TooManyLeases(ItemError):
     """The connection holds as many leases as its control memory has words."""
 
 
+class TooManyRequests(ItemError):
+    """The connection has as many requests or questions open as it may; ask again when some are answered."""
+
+
 class NotCached(ItemError):
     """Only its key was given, and no tier has its embedding."""
 
 
 class SliceGone(ItemError):
-    """A reference is over: all its consumers have come, it was cancelled, or the process that made it is gone."""
+    """A reference is over.
+
+    All its consumers have come, it was cancelled or is older than lease_limit_s, its embedding went with its rank or by
+    a reload, or the process that made it is gone.
+    """
 
 
 class StagingExhausted(ItemError):
@@ -190,6 +199,7 @@ ITEM_ERRORS: dict[str, type[ItemError]] = {
         EncodeFailed,
         PoolExhausted,
         TooManyLeases,
+        TooManyRequests,
         NotCached,
         SliceGone,
         StagingExhausted,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
-from mmcache.errors import MMCacheError, RequestCancelled, RequestTimeout
+from mmcache.errors import ConnectionLost, MMCacheError, ProtocolError, RequestCancelled, RequestTimeout
 from mmcache.lease import Lease
 
 if TYPE_CHECKING:
+    from mmcache.core import ClientCore
     from mmcache.encode_call import EncodeCall
+    from mmcache.parts import Part
     from mmcache.pump import Pump
 
 
@@ -31,8 +34,11 @@ class Handle:
         call = self._call
         if call is None:
             return True
-        self._pump.poll()
-        self._go_on(call)
+        try:
+            self._pump.poll()
+            self._go_on(call)
+        except (ConnectionLost, ProtocolError):
+            return True
         is_over = call.is_done or self._pump.lost is not None or time.monotonic() >= call.deadline
         return is_over or self._call is None
 
@@ -50,6 +56,8 @@ class Handle:
             ConnectionLost, ClientClosed: the connection ended.
         """
         self._pump.check_process()
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout must be None or not negative, got {timeout}")
         while (call := self._call) is not None:
             now = time.monotonic()
             until = call.deadline if timeout is None else min(call.deadline, now + timeout)
@@ -84,25 +92,29 @@ class Handle:
                 call.lock.release()
 
     def _settle(self, call: EncodeCall) -> None:
-        with self._pump.lock:
-            if self._call is call:
+        def settle(_: ClientCore) -> None:
+            if self._call is call and not call.is_over:
                 self._call = None
                 try:
                     self._results = call.result()
                 except MMCacheError as error:
                     self._error = error
 
+        self._pump.do(settle)
+
     def _end(self, call: EncodeCall, error: MMCacheError) -> None:
-        self._pump.check_process()
-        with self._pump.lock:
+        def end(_: ClientCore) -> None:
             if self._call is call:
                 self._call, self._error = None, error
-                give_up(self._pump, call)
+                call.cancel()
+
+        self._pump.check_process()
+        self._pump.tell(end)
 
     def __del__(self) -> None:
         call = getattr(self, "_call", None)
         if call is not None and self._pump.core.is_mine:
-            self._pump.core.drop(call.cancel)
+            self._pump.drop(call.cancel)
 
 
 def drive(pump: Pump, call: EncodeCall, deadline: float, timeout_s: float) -> None:
@@ -114,22 +126,24 @@ def drive(pump: Pump, call: EncodeCall, deadline: float, timeout_s: float) -> No
     while True:
         with call.lock:
             ask_parts(pump, call)
-        if call.is_done:
+        if call.is_done or call.is_over:
             return
         pump.wait(lambda: call.may_go_on, deadline, timeout_s)
-        if call.is_done:
+        if call.is_done or call.is_over:
             return
 
 
 def ask_parts(pump: Pump, call: EncodeCall) -> None:
     """Read, hash and ask for parts until the answers come first. The caller has the call's lock."""
     while (part := call.next_part()) is not None:
-        with pump.turn():
-            call.ask(part)
+        if not pump.turn(partial(_ask, call, part)):
+            return
+
+
+def _ask(call: EncodeCall, part: Part, _: ClientCore) -> bool:
+    return call.ask(part)
 
 
 def give_up(pump: Pump, call: EncodeCall) -> None:
     """Cancel a call, and say so as far as that goes without waiting."""
-    with pump.lock:
-        call.cancel()
-        pump.send_what_goes()
+    pump.tell(lambda _: call.cancel())

@@ -110,7 +110,8 @@ class Lease:
     def ref(self) -> SliceRef:
         """What other processes `open` to claim a share, if it was encoded for `consumers`.
 
-        Good until all shares are claimed, they are cancelled (`client.cancel`), or this process or its client ends; the
+        Good until all shares are claimed, they are cancelled (`client.cancel`) or older than the sidecar's
+        `lease_limit_s`, this process or its client ends, or the embedding goes with its rank or by a reload; the
         release of this lease changes nothing about them.
 
         Raises:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mmcache.core import ClientCore
+from mmcache.duplex import DuplexChannel
 from mmcache.errors import SidecarUnavailable
 from mmcache.handshake import connected, shake_hands
 from mmcache.pump import Pump
-from mmcache.transport import DuplexChannel
 
 SPIN_S = 300e-6
 """A call polls this long for its answer before it sleeps; an answer from the pool comes sooner."""

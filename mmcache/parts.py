@@ -75,6 +75,11 @@ class Part:
         self._media.append(media)
         self.nbytes += media.nbytes if media is not None else 0
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the next item goes into another part."""
+        return self.nbytes >= PART_BYTES or len(self.keys) == MAX_ITEMS
+
     @classmethod
     def of_keys(cls, places: range, items: Sequence[object], keys: Sequence[ContentKey], max_item_bytes: int) -> Part:
         """A part whose keys are known: its items are looked at only if their bytes are asked for."""
@@ -97,22 +102,27 @@ def cut(
     max_item_bytes: int,
     on_error: Callable[[int, ItemError], None],
 ) -> Iterator[Part]:
-    """Parts of at least one item each, in order. An item that cannot be described goes to `on_error` with its index."""
+    """Parts of at least one item each, in order. An item that cannot be described goes to `on_error` with its index.
+
+    A part comes once it is known whether another one follows: `has_more` is a promise to the sidecar.
+    """
     part = Part(max_item_bytes)
     for index, item in enumerate(items):
-        if isinstance(item, StagedRef):
-            part.add(index, item, ContentKey.from_hex(item.key), None)
-        else:
+        media = None
+        if not isinstance(item, StagedRef):
             try:
                 media = describe(item, index, max_item_bytes)
             except ItemError as error:
                 on_error(index, error)
                 continue
-            part.add(index, item, make_key(media.kind, media.header, media.raw), media)
-        if part.nbytes >= PART_BYTES or len(part.keys) == MAX_ITEMS:
-            part.has_more = index + 1 < len(items)
+        if part.is_full:
+            part.has_more = True
             yield part
             part = Part(max_item_bytes)
+        if isinstance(item, StagedRef):
+            part.add(index, item, ContentKey.from_hex(item.key), None)
+        elif media is not None:
+            part.add(index, item, make_key(media.kind, media.header, media.raw), media)
     if part.keys:
         yield part
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
+from mmcache.array_checks import checked_grid
 from mmcache.errors import ImageTooLarge, UnsupportedItem
 from mmcache.media import CanonicalHeader, Media, Side
 
@@ -35,7 +37,7 @@ class PatchHeader(CanonicalHeader):
 
 
 def describe_patches(
-    item: np.ndarray[Any, Any] | torch.Tensor, grid: tuple[int, int, int], index: int, max_bytes: int
+    item: np.ndarray[Any, Any] | torch.Tensor, grid: Sequence[int], index: int, max_bytes: int
 ) -> Media:
     """Describe patch rows `[t·h·w, 3, patch, patch]` or `[t·h·w, 3·patch²]`, of any memory layout.
 
@@ -48,8 +50,12 @@ def describe_patches(
     if dtype not in ROW_TYPES or len(shape) not in (2, 4) or 0 in shape:
         reason = "patch rows are float32, float16 or bfloat16, [t·h·w, 3, patch, patch] or [t·h·w, 3·patch²]"
         raise UnsupportedItem(reason, index=index, source=source)
-    if len(grid) != 3 or any(not isinstance(side, int) or not 1 <= side < 1 << 16 for side in grid):
-        raise UnsupportedItem(f"grid must be patches in (t, h, w), got {grid!r}", index=index, source=source)
+    try:
+        grid = checked_grid(grid)
+    except ValueError as error:
+        raise UnsupportedItem(str(error), index=index, source=source) from None
+    if any(not 1 <= side < 1 << 16 for side in grid):
+        raise UnsupportedItem(f"grid must be 1 to 65535 patches a side, got {grid}", index=index, source=source)
     if grid[0] * grid[1] * grid[2] != shape[0]:
         raise UnsupportedItem(f"a grid of {grid} has {grid[0] * grid[1] * grid[2]} rows", index=index, source=source)
     header = PatchHeader(dtype=dtype, shape=(shape[0], int(np.prod(shape[1:]))), grid=grid)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import TypeAlias, cast
 
 from pydantic import BaseModel
 
-from mmcache.errors import ItemError, ProtocolError
+from mmcache.errors import ItemError, ProtocolError, SliceGone
 from mmcache.framing import Frame, Kind, parse
 from mmcache.keys import ContentKey
 from mmcache.lease import Lease, Served
@@ -109,17 +109,30 @@ class PendingEncode(Pending):
 class PendingOpen(Pending):
     """Claims of shares of references."""
 
-    __slots__ = ("_served",)
+    __slots__ = ("_now", "_refs")
 
-    def __init__(self, request_id: int, refs: Sequence[SliceRef]) -> None:
+    def __init__(self, request_id: int, refs: Sequence[SliceRef], now: Served) -> None:
         super().__init__(request_id, [ContentKey.from_hex(ref.key) for ref in refs])
-        self._served = [Served(ref.fingerprint, ref.dtype, ref.dim, "") for ref in refs]
+        self._refs = refs
+        self._now = now
 
     def granted(self) -> None:
-        """A lease is of the model that its reference names, which need not be the one that is served."""
-        for result, served in zip(self.results, self._served, strict=True):
-            if isinstance(result, Lease):
-                result.is_of(served)
+        """A lease is of the model that its reference names, which need not be the one that is served.
+
+        A reference that does not fit what it names is not believed; what was granted for it ends.
+        """
+        for position, (ref, lease) in enumerate(zip(self._refs, self.results, strict=True)):
+            if not isinstance(lease, Lease):
+                continue
+            fault = ref.mismatch(lease.num_tokens, lease.nbytes, lease.grid_thw)
+            if ref.fingerprint == self._now.fingerprint and (ref.dtype, ref.dim) != (self._now.dtype, self._now.dim):
+                fault = f"the reference says {ref.dtype} of width {ref.dim}, its model has {self._now.dtype}"
+                fault += f" of width {self._now.dim}: it was edited"
+            if fault:
+                lease.release()
+                self.fail(position, SliceGone, fault)
+            else:
+                lease.is_of(Served(ref.fingerprint, ref.dtype, ref.dim, ""))
 
 
 class Ask:

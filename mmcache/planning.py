@@ -14,9 +14,7 @@ from mmcache.images.bounds import check_chunk, check_size
 from mmcache.lease import Served
 from mmcache.media import ARRAY, IMAGE, ArrayHeader, Media, PilHeader, describe
 from mmcache.protocol import Welcome
-from mmcache.refs import StagedRef
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+from mmcache.refs import VALUE_BYTES, StagedRef
 
 
 class Plan(NamedTuple):
@@ -55,7 +53,7 @@ def _plan(width: int, height: int, num_frames: int, served: Served) -> Plan:
     except ImageError as error:
         raise UnsupportedItem(str(error)) from error
     tokens = num_tokens(grid, processor.merge_size)
-    return Plan(grid, tokens, tokens * served.dim * ITEM_BYTES[served.dtype])
+    return Plan(grid, tokens, tokens * served.dim * VALUE_BYTES[served.dtype])
 
 
 def _size(media: Media, welcome: Welcome) -> tuple[int, int, int]:

@@ -158,17 +158,31 @@ class StatsReply(Message):
 
 
 class LeasesRequest(Message):
-    """Ask who holds what. `limit`: leases listed at most, the oldest first. `check`: look for broken books too."""
+    """Ask who holds what.
+
+    `limit`: leases listed at most, the oldest first. `pid`: list only what this process holds; all is counted.
+    `check`: look for broken books too.
+    """
 
     ask_id: Uint32
     limit: Annotated[int, Field(ge=0, le=10_000)] = 1000
+    pid: int | None = None
     check: bool = False
 
 
 class LeasesReply(Message):
-    """Body: JSON."""
+    """Body: JSON; or the error why there is none."""
 
     ask_id: Uint32
+    error: str = ""
+    reason: str = ""
+
+
+class LookupReply(Message):
+    """The header of a `LOOKUP_REPLY` that has no codes: the error why not."""
+
+    error: str
+    reason: str
 
 
 class Recall(Message):

@@ -7,9 +7,14 @@ what arrives. A reference entitles whoever has it, within its namespace; its tok
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any, NamedTuple, Self
 
+from mmcache.array_checks import checked_grid
 from mmcache.keys import ContentKey, Fingerprint
+
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of a value of an embedding, by its dtype."""
 
 
 class SliceRef(NamedTuple):
@@ -37,14 +42,24 @@ class SliceRef(NamedTuple):
     def of(cls, values: Sequence[Any]) -> Self:
         """Make a reference of what arrived from elsewhere. Raises ValueError if it is none."""
         try:
-            token, key, fingerprint, dtype, num_tokens, dim, nbytes, grid = values
-            t, h, w = map(int, grid)
-            ref = cls(_token(token), key, fingerprint, dtype, int(num_tokens), int(dim), int(nbytes), (t, h, w))
+            token, key, fingerprint, dtype, *sizes, grid = values
+            num_tokens, dim, nbytes = map(index, sizes)
+            ref = cls(_token(token), key, fingerprint, dtype, num_tokens, dim, nbytes, checked_grid(grid))
             ContentKey.from_hex(ref.key)
             Fingerprint.from_hex(ref.fingerprint)
+            if num_tokens <= 0 or dim <= 0 or nbytes != num_tokens * dim * VALUE_BYTES.get(dtype, 0):
+                raise ValueError(f"no embedding [{num_tokens}, {dim}] of {dtype!r} has {nbytes} bytes")
         except (TypeError, ValueError) as error:
             raise ValueError(f"not a SliceRef: {error}") from None
         return ref
+
+    def mismatch(self, num_tokens: int, nbytes: int, grid_thw: tuple[int, int, int]) -> str:
+        """How what it names differs from what it says, in words; empty if it does not."""
+        found = (num_tokens, nbytes, grid_thw)
+        said = (self.num_tokens, self.nbytes, self.grid_thw)
+        if found == said:
+            return ""
+        return f"the reference says tokens, bytes and grid {said}, what it names has {found}: it was edited"
 
 
 class StagedRef(NamedTuple):
@@ -67,7 +82,7 @@ class StagedRef(NamedTuple):
         """Make a reference of what arrived from elsewhere. Raises ValueError if it is none."""
         try:
             token, key, shape, nbytes = values
-            ref = cls(_token(token), key, tuple(map(int, shape)), int(nbytes))
+            ref = cls(_token(token), key, tuple(map(index, shape)), index(nbytes))
             ContentKey.from_hex(ref.key)
         except (TypeError, ValueError) as error:
             raise ValueError(f"not a StagedRef: {error}") from None
@@ -75,11 +90,11 @@ class StagedRef(NamedTuple):
 
 
 def slice_refs(refs: SliceRef | Sequence[SliceRef]) -> list[SliceRef]:
-    """What a user wants to open, as a list. Raises TypeError unless they are references."""
+    """What a user wants to open, as a list. Raises TypeError or ValueError unless they are references."""
     wanted = [refs] if isinstance(refs, SliceRef) else list(refs)
     if not all(isinstance(ref, SliceRef) for ref in wanted):
         raise TypeError("open takes SliceRefs; SliceRef.of(values) makes one of what arrived as a list")
-    return wanted
+    return [SliceRef.of(ref) for ref in wanted]
 
 
 def _token(value: Any) -> int:

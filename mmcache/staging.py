@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 
+from ipc.allocator import ALIGNMENT
 from ipc.errors import OutOfBounds
-from mmcache.asks import Question
+from ipc.memory_shm import round_up
+from mmcache.asks import Question, Start
 from mmcache.core import ClientCore
 from mmcache.encode_call import sidecar_time_s
-from mmcache.errors import ITEM_ERRORS, ConnectionLost, ItemError, ProtocolError, UnsupportedItem
+from mmcache.errors import ITEM_ERRORS, ConnectionLost, ItemError, ProtocolError, StagingExhausted, UnsupportedItem
 from mmcache.framing import Frame, Kind, parse
 from mmcache.media import ARRAY, ArrayHeader, Media, describe
 from mmcache.patches import PatchHeader, describe_patches
@@ -21,13 +22,6 @@ from mmcache.pending import Ask
 from mmcache.protocol import MAX_STAGED, Stage, Staged, StagePlaces
 from mmcache.records import MAX_CONSUMERS, milliseconds
 from mmcache.refs import StagedRef
-
-
-class Turns(Protocol):
-    """A connection, as far as it matters here."""
-
-    def turn(self) -> AbstractContextManager[ClientCore]:
-        """The core, to send something."""
 
 
 class StageCall:
@@ -56,20 +50,30 @@ class StageCall:
         self._keys = [core.hasher.key(media.kind, media.header, media.raw) for media in self._media]
         self._places: list[tuple[int, int]] = []
 
-    def questions(self, pump: Turns, deadline: float) -> Iterator[Question[None]]:
-        """Ask for room, for a bounded number of slices at once."""
+    def questions(self) -> Iterator[Start[None]]:
+        """Questions for room, each for a bounded number of slices. The next is taken when the last is answered.
+
+        Raises:
+            StagingExhausted: the items can never be in the region together.
+        """
         for start in range(0, len(self._media), MAX_STAGED):
-            media, keys = self._media[start : start + MAX_STAGED], self._keys[start : start + MAX_STAGED]
-            ask = Ask(self._core.new_id(), undo=self._undo)
-            stage = Stage(
-                ask_id=ask.ask_id, timeout_ms=milliseconds(sidecar_time_s(deadline - time.monotonic())),
-                consumers=self._consumers,
-                kinds=[item.kind for item in media], headers=[item.header for item in media],
-                sizes=[item.nbytes for item in media],
-            )  # fmt: skip
-            with pump.turn() as core:
-                core.ask(Kind.STAGE, ask, stage, b"".join(keys))
-            yield Question(ask, self._placed)
+            if (region := self._core.staging) is not None and (size := sum(map(_taken, self._media))) > region.nbytes:
+                raise StagingExhausted(
+                    f"{len(self._media)} items of {size} bytes together can never be in a region of {region.nbytes} "
+                    "bytes; stage fewer at once, or raise staging_bytes"
+                )
+            yield partial(self._ask, start)
+
+    def _ask(self, start: int, core: ClientCore, timeout_s: float) -> Question[None]:
+        media, keys = self._media[start : start + MAX_STAGED], self._keys[start : start + MAX_STAGED]
+        ask = Ask(core.new_id(), undo=self._undo)
+        stage = Stage(
+            ask_id=ask.ask_id, timeout_ms=milliseconds(sidecar_time_s(timeout_s)), consumers=self._consumers,
+            kinds=[item.kind for item in media], headers=[item.header for item in media],
+            sizes=[item.nbytes for item in media],
+        )  # fmt: skip
+        core.ask(Kind.STAGE, ask, stage, b"".join(keys))
+        return Question(ask, self._placed)
 
     def write(self) -> None:
         """Put the pixels in their places."""
@@ -123,6 +127,11 @@ def _describe_pixels(item: Any, index: int, max_bytes: int) -> Media:
         reason = "only uint8 arrays and tensors are staged, or patch rows with their grid; encode takes files as bytes"
         raise UnsupportedItem(reason, index=index, source=media.source)
     return media
+
+
+def _taken(media: Media) -> int:
+    """Bytes that it takes of the region."""
+    return round_up(media.nbytes, ALIGNMENT)
 
 
 def _shape(media: Media) -> tuple[int, ...]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import math
-import os
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 
 from mmcache.errors import ConnectionLost, ProtocolError
@@ -100,7 +97,7 @@ class BlockingChannel:
         """The next frame, as far as it has come; None when there is nothing more to read now."""
         while (frame := self._reader.next_frame()) is None:
             try:
-                alive = receive_once(self._sock, self._reader)
+                alive = self._receive_once()
             except BlockingIOError:
                 return None
             except OSError as error:
@@ -109,6 +106,9 @@ class BlockingChannel:
                 raise ConnectionLost("the other end closed the connection")
         return frame
 
+    def _receive_once(self) -> bool:
+        return receive_once(self._sock, self._reader)
+
     def _wait(self, event: select.poll, deadline: float | None) -> None:
         if deadline is None:
             event.poll()
@@ -116,106 +116,6 @@ class BlockingChannel:
         remaining = deadline - self._clock()
         if remaining <= 0 or not event.poll(math.ceil(remaining * 1000)):
             raise TimeoutError("the deadline passed")
-
-
-class DuplexChannel(BlockingChannel):
-    """The client's channel: one thread receives while any may send, which never waits for the other end to read.
-
-    Args:
-        spin_s: how long `next_frame` polls before it sleeps. A sleeping processor takes tens of microseconds to wake,
-            as long as a whole answer from the pool.
-    """
-
-    def __init__(
-        self, sock: socket.socket, clock: Callable[[], float] = time.monotonic, *, spin_s: float = 0.0
-    ) -> None:
-        super().__init__(sock, clock)
-        self._spin_s = spin_s
-        self._either = select.poll()
-        self._either.register(sock, select.POLLIN | select.POLLOUT)
-        self._sending: OutgoingFrame | None = None
-        self._left = memoryview(b"")
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether a frame has gone in part."""
-        return self._sending is not None
-
-    def fileno(self) -> int:
-        """The socket's descriptor."""
-        return self._sock.fileno()
-
-    def send_some(self, frames: deque[OutgoingFrame]) -> bool:
-        """Send from the left of `frames` what the socket takes now. True if all is gone.
-
-        Raises:
-            ConnectionLost: the other end is gone.
-        """
-        try:
-            while True:
-                if self._sending is None:
-                    if not frames:
-                        return True
-                    self._sending = frames.popleft()
-                    self._left = memoryview(self._sending.data)
-                self._send_part(self._sending)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise ConnectionLost(f"the connection broke while sending: {error.strerror}") from error
-
-    def send_all(self, frames: deque[OutgoingFrame], deadline: float) -> None:
-        """Send all of `frames`.
-
-        Raises:
-            TimeoutError: the deadline passed.
-            ConnectionLost: the other end is gone.
-        """
-        while not self.send_some(frames):
-            self._wait(self._writable, deadline)
-
-    def next_frame(self, deadline: float, wants_to_send: Callable[[], bool]) -> Frame | None:
-        """Wait for the next frame; None when there is none, but the socket takes what waits to be sent.
-
-        Raises:
-            TimeoutError: the deadline passed.
-            ConnectionLost: the other end is gone.
-            ProtocolError: what came is not a frame.
-        """
-        spin_until = self._clock() + self._spin_s
-        while (frame := self._frame_there()) is None:
-            now = self._clock()
-            if now < spin_until and now < deadline:
-                os.sched_yield()  # whoever answers may be waiting for this very processor
-            elif wants_to_send():
-                self._wait(self._either, deadline)
-                return self._frame_there()
-            else:
-                self._wait(self._readable, deadline)
-        return frame
-
-    def frame_there(self) -> Frame | None:
-        """The next frame, or None when there is nothing more to read now. Raises as `next_frame` does."""
-        return self._frame_there()
-
-    def shut_down(self) -> None:
-        """End both directions: whoever waits on the socket wakes. Twice is harmless."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close the socket, and what was received or sent in part."""
-        super().close()
-        if self._sending is not None:
-            self._sending.discard()
-            self._sending = None
-
-    def _send_part(self, frame: OutgoingFrame) -> None:
-        is_first = len(self._left) == len(frame.data)
-        self._left = self._left[self._sock.sendmsg([self._left], rights(frame) if is_first else ()) :]
-        if not self._left:
-            frame.discard()
-            self._sending = None
 
 
 def take_descriptors(frame: Frame, count: int) -> list[int]:

@@ -33,6 +33,7 @@ GROUPS = {
         "asks",
         "client",
         "core",
+        "duplex",
         "encode_call",
         "handle",
         "handshake",
@@ -45,6 +46,7 @@ GROUPS = {
         "refs",
         "staging",
         "supplying",
+        "turns",
     },
     "cli": {"__main__"},
 }
@@ -86,7 +88,7 @@ HOMES = {
     "lmdb": {"mmcache/tiers/lmdb.py"},
     "flash_attn": {"encoder/attention.py"},
     "flash_attn_interface": {"encoder/attention.py"},
-    "cuda": {"ipc/memory_cuda.py", "ipc/control.py"},
+    "cuda": {"ipc/cuda_driver.py"},
     "uvloop": {"mmcache/server/sidecar.py"},
 }
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "transformers", "skimage"}

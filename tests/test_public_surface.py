@@ -41,6 +41,7 @@ PUBLIC_SURFACE = [
     "StagedRef",
     "StagingExhausted",
     "TooManyLeases",
+    "TooManyRequests",
     "UndecodableImage",
     "UnreadableItem",
     "UnsupportedItem",

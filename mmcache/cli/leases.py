@@ -36,14 +36,12 @@ def leases(as_json: bool, limit: int, pid: int | None, check: bool, socket: Path
     """Show who holds which embeddings since when.
 
     A lease is held until its process acknowledges it or dies. Quarantined is what is held by a process that closed its
-    connection and lives, or for longer than the sidecar's lease-limit-s; WHY says which.
+    connection and lives, or for longer than the sidecar's lease-limit-s; WHY says which. Besides its leases a process
+    keeps embeddings for others (FOR OTHERS): offered are shares that nobody has claimed yet, staged are embeddings of
+    staged pixels some of whose consumers have not come.
     """
     with connect(socket, name="mmcache leases", timeout=timeout) as client:
-        found = client.leases(limit if pid is None else MAX_LISTED, check=check)
-    if pid is not None:
-        for rows in ("holders", "leases"):
-            found[rows] = [row for row in found[rows] if row["pid"] == pid]
-        found["leases"] = found["leases"][:limit]
+        found = client.leases(limit, pid=pid, check=check)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
@@ -57,22 +55,22 @@ def leases(as_json: bool, limit: int, pid: int | None, check: bool, socket: Path
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    holders = [row for row in found["holders"] if row["leases"] or row["offered_unclaimed"] or row["bytes_staged"]]
+    holders = [row for row in found["holders"] if row["leases"] or row["kept"] or row["bytes_staged"]]
     if not holders:
         yield "nothing is held"
         return
     yield from _table(
-        ("HOLDER", "PID", "STATE", "LEASES", "MIB", "OLDEST", "QUARANTINED", "OFFERED", "STAGED MIB", "WHY"),
+        ("HOLDER", "PID", "STATE", "LEASES", "FOR OTHERS", "MIB", "OLDEST", "QUARANTINED", "STAGED MIB", "WHY"),
         [
             (
-                _name(row["name"]), str(row["pid"]), row["state"], f"{row['leases']:,}", _mib(row["bytes"]),
-                _age(row["oldest_seconds"]), f"{row['quarantined']:,}", f"{row['offered_unclaimed']:,}",
+                _name(row["name"]), str(row["pid"]), row["state"], f"{row['leases']:,}", f"{row['kept']:,}",
+                _mib(row["bytes_held"]), _age(row["oldest_seconds"]), f"{row['quarantined']:,}",
                 _mib(row["bytes_staged"]), row["why"],
             )
             for row in holders
         ],
     )  # fmt: skip
-    if found["leases"]:
+    if embeddings := sorted(found["leases"] + found["kept"], key=lambda row: -row["seconds"]):
         yield ""
         yield from _table(
             ("KEY", "POOL", "TOKENS", "MIB", "SINCE", "STATE", "PID", "HOLDER"),
@@ -81,12 +79,12 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
                     row["key"][:KEY_PREFIX], str(row["pool"]), f"{row['tokens']:,}", _mib(row["bytes"]),
                     _age(row["seconds"]), row["state"], str(row["pid"]), _name(row["holder"]),
                 )
-                for row in found["leases"]
+                for row in embeddings
             ],
         )  # fmt: skip
-    hidden = sum(row["leases"] for row in holders) - len(found["leases"])
-    if hidden > 0:
-        yield f"and {hidden:,} younger leases (--limit)"
+    for what, shown in (("leases", "leases"), ("kept", "embeddings kept for others")):
+        if (hidden := sum(row[what] for row in holders) - len(found[what])) > 0:
+            yield f"and {hidden:,} younger {shown} (--limit)"
     quarantined = found["quarantined"]
     if quarantined["leases"] or quarantined["bytes_staged"]:
         staged = f"; {_mib(quarantined['bytes_staged'])} MiB staged" if quarantined["bytes_staged"] else ""

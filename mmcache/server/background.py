@@ -7,9 +7,6 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
-from mmcache.errors import ProtocolError
-from mmcache.records import MAX_REQUESTS
-
 if TYPE_CHECKING:
     from mmcache.server.connection import Connection
     from mmcache.server.stats import Stats
@@ -42,15 +39,6 @@ class Background:
             connection.answered()
 
         task.add_done_callback(ended)
-
-    def admit(self, connection: Connection) -> None:
-        """Let a connection ask one more question.
-
-        Raises:
-            ProtocolError: too many of it are open.
-        """
-        if connection.num_asked >= MAX_REQUESTS:
-            raise ProtocolError(f"{MAX_REQUESTS} questions are open already")
 
     def cancel(self) -> None:
         """Drop everything: the sidecar stops."""

@@ -7,10 +7,10 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from ipc.leases import Holder, ShareState
-from mmcache.errors import ProtocolError
-from mmcache.framing import Frame, close_all, parse
-from mmcache.protocol import Cancel, Supply
-from mmcache.records import ACKNOWLEDGEMENT, MAX_REQUESTS, EncodeFrame, parse_encode
+from mmcache.errors import ProtocolError, TooManyRequests
+from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
+from mmcache.protocol import Cancel, Supply, Unsettled
+from mmcache.records import ACKNOWLEDGEMENT, KEY_BYTES, MAX_REQUESTS, RESULTS_HEAD, EncodeFrame, parse_encode
 from mmcache.server.decoders import SharedDescriptor, Supplied
 from mmcache.server.flight import Flight
 from mmcache.server.requests import Request
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 RECENT_REQUESTS = 8
 MAX_CALLS = 2 * MAX_REQUESTS
 """Remembered until they are over; what is then left of the oldest counts as a call of its own."""
+MAX_SETTLED = MAX_REQUESTS
+"""Settled parts of calls that are not over, of one connection; what the oldest was granted is then not recalled."""
 SWEEP_ABOVE = 256
 """A request sweeps its connection's control memory in passing when it holds more shares than this."""
 
@@ -38,7 +40,7 @@ class Call:
     Attributes:
         order: of its arrival among all calls; room in the pool is given in this order.
         call_id: names it on its connection.
-        requests: its parts so far; none once it is over.
+        requests: its parts that are open or have grants, in the order of their arrival; none once it is over.
     """
 
     __slots__ = ("_has_more", "_num_unfinished", "call_id", "order", "requests")
@@ -46,13 +48,13 @@ class Call:
     def __init__(self, order: int, call_id: int = 0) -> None:
         self.order = order
         self.call_id = call_id
-        self.requests: deque[Request] = deque(maxlen=MAX_REQUESTS)
+        self.requests: dict[Request, None] = {}
         self._has_more = True
         self._num_unfinished = 0
 
     def begin(self, request: Request, has_more: bool) -> None:
         """One more part, after which there are more or not."""
-        self.requests.append(request)
+        self.requests[request] = None
         self._has_more = has_more
         self._num_unfinished += 1
 
@@ -63,33 +65,48 @@ class Call:
     def finish(self) -> bool:
         """A part is finished. True if that was the last, and the call is over."""
         self._num_unfinished -= 1
-        if self._has_more or self._num_unfinished:
-            return False
-        self.requests.clear()
-        return True
+        return self.is_over
+
+    def end(self) -> None:
+        """There are no more parts than have come."""
+        self._has_more = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all parts came and are finished."""
+        return not self._has_more and not self._num_unfinished
 
 
 class Calls:
     """The requests of one connection. A call of the client's user is one request or several, its parts."""
 
-    def __init__(self, connection: Connection, coordinator: Coordinator) -> None:
-        self._connection = connection
+    def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._requests: dict[int, Request] = {}
         self._recent: deque[Request] = deque(maxlen=RECENT_REQUESTS)
         self._calls: OrderedDict[int, Call] = OrderedDict()
+        self._settled: OrderedDict[Request, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def on_encode(self, holder: Holder, frame: Frame) -> None:
-        """Begin a request."""
+    def on_encode(self, connection: Connection, holder: Holder, frame: Frame) -> None:
+        """Begin a request, or refuse it.
+
+        Raises:
+            ProtocolError: it is none, its id is in use, or far too many have come.
+        """
         if frame.fds:
             close_all(frame.fds)
         encode = parse_encode(frame)
         self._check_new(encode.request_id)
+        try:
+            connection.admission.check(len(self._requests))
+        except TooManyRequests as error:
+            self._refuse(connection, encode, error)
+            return
         call = self._call(encode.call_id)
-        request = Request(self._connection, holder, call, encode)
+        request = Request(connection, holder, call, encode)
         call.begin(request, encode.has_more)
         self._requests[encode.request_id] = request
         self._coordinator.serve_batch(request)
@@ -98,28 +115,28 @@ class Calls:
         if holder.num_active > SWEEP_ABOVE:
             holder.sweep()
 
-    def stand_in(self, holder: Holder, ask_id: int, flight: Flight) -> Request:
+    def stand_in(self, connection: Connection, holder: Holder, ask_id: int, flight: Flight) -> Request:
         """A request of one item that waits with a flight and is given up as others are; whoever made it answers.
 
         Raises:
-            ProtocolError: as `on_encode` does.
+            ProtocolError: the id is in use.
         """
         self._check_new(ask_id)
         asked = EncodeFrame(ask_id, 0, 0, 0, has_more=False, keys=flight.key, staged={})
         call = Call(next(_arrivals))
-        request = self._requests[ask_id] = Request(self._connection, holder, call, asked)
+        request = self._requests[ask_id] = Request(connection, holder, call, asked)
         call.begin(request, has_more=False)
         flight.join(request, 0)
         return request
 
-    def on_supply(self, frame: Frame) -> None:
+    def on_supply(self, connection: Connection, frame: Frame) -> None:
         """Bytes came: hand them to whom they were asked for. What nobody waits for any more is dropped."""
         (fd,) = take_descriptors(frame, 1)
         memory = SharedDescriptor(fd)
         try:
             supply = parse(Supply, frame)
             check_supply(supply, fd, self._coordinator.settings.max_item_bytes)
-            self._hand_over(supply, memory)
+            self._hand_over(connection, supply, memory)
         finally:
             memory.release()
 
@@ -143,15 +160,22 @@ class Calls:
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
         self._recent.append(request)
-        call = request.call
-        if call.finish() and self._calls.get(call.call_id) is call:
-            del self._calls[call.call_id]
+        if request.call.finish():
+            self._over(request.call)
+        elif request.shares:
+            self._settled[request] = None
+            if len(self._settled) > MAX_SETTLED:
+                oldest, _ = self._settled.popitem(last=False)
+                del oldest.call.requests[oldest]
+        else:
+            request.call.requests.pop(request, None)
 
     def reopen(self, request: Request) -> None:
         """A request that was settled has open positions again."""
         self._requests[request.request_id] = request
         if request in self._recent:
             self._recent.remove(request)
+        self._settled.pop(request, None)
         request.call.reopen()
 
     def flush(self) -> None:
@@ -164,9 +188,36 @@ class Calls:
         for request in list(self._requests.values()):
             request.cancel([])
 
+    def forget(self) -> None:
+        """Nothing of the connection is left. What is remembered of it refers to it, and to itself in circles."""
+        for request in self._settled:
+            request.call.requests.clear()
+        self._settled.clear()
+        self._recent.clear()
+        self._calls.clear()
+
     def _check_new(self, request_id: int) -> None:
-        if request_id in self._requests or len(self._requests) >= MAX_REQUESTS:
-            raise ProtocolError(f"request {request_id} is in flight already, or {MAX_REQUESTS} others are")
+        if request_id in self._requests:
+            raise ProtocolError(f"request {request_id} is in flight already")
+
+    def _refuse(self, connection: Connection, encode: EncodeFrame, error: TooManyRequests) -> None:
+        """Every position fails; nothing of it is begun. If it was to be the last part of a call, the call ends too."""
+        kind, num_keys = type(error).__name__, len(encode.keys) // KEY_BYTES
+        for _ in range(num_keys):
+            connection.count_error(kind)
+        refused = Unsettled(failed=list(range(num_keys)), errors=[kind] * num_keys, reasons=[error.reason] * num_keys)
+        connection.send(pack_frame(Kind.RESULTS, refused, RESULTS_HEAD.pack(encode.request_id)))
+        if not encode.has_more and (call := self._calls.get(encode.call_id)) is not None:
+            call.end()
+            if call.is_over:
+                self._over(call)
+
+    def _over(self, call: Call) -> None:
+        for request in call.requests:
+            self._settled.pop(request, None)
+        call.requests.clear()
+        if self._calls.get(call.call_id) is call:
+            del self._calls[call.call_id]
 
     def _call(self, call_id: int) -> Call:
         call = self._calls.get(call_id)
@@ -176,13 +227,13 @@ class Calls:
                 self._calls.popitem(last=False)
         return call
 
-    def _hand_over(self, supply: Supply, memory: SharedDescriptor) -> None:
+    def _hand_over(self, connection: Connection, supply: Supply, memory: SharedDescriptor) -> None:
         request = self._requests.get(supply.request_id)
         columns = (supply.positions, supply.kinds, supply.headers, supply.offsets, supply.sizes)
         for position, kind, header, offset, size in zip(*columns, strict=True):
-            supplied = Supplied(memory, self._connection.namespace, kind, header, offset, size)
+            supplied = Supplied(memory, connection.namespace, kind, header, offset, size)
             if request is None or position not in request.asked:
-                self._coordinator.verifier.supply(self._connection, supply.request_id, position, supplied)
+                self._coordinator.verifier.supply(connection, supply.request_id, position, supplied)
             elif (flight := request.open.get(position)) is not None and flight.supply(request, position, supplied):
                 memory.share()
 

@@ -153,7 +153,8 @@ class Channel:
         for frame in self._pending:
             frame.discard()
         self._pending.clear()
-        self._on_close(reason)
+        on_close, self._on_close, self._on_frame = self._on_close, _ignore, _ignore  # whose they are may die now
+        on_close(reason)
 
     def _on_events(self, events: int) -> None:
         if events & select.EPOLLOUT:
@@ -229,3 +230,7 @@ class Channel:
             self._pending.popleft()
         if self.is_open:
             self._poller.want_write(self._sock.fileno(), False)
+
+
+def _ignore(_: object) -> None:
+    """Of a closed channel nobody hears any more."""

@@ -17,6 +17,7 @@ from mmcache._version import __version__
 from mmcache.errors import ItemError, ProtocolError, ProtocolMismatch
 from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.protocol import PROTOCOL_VERSION, AnyHello, Hello, PoolAdded, PoolGone, Refused
+from mmcache.server.admission import Admission
 from mmcache.server.asks import answer
 from mmcache.server.calls import Calls
 from mmcache.server.channel import Channel
@@ -44,7 +45,8 @@ class Connection:
         self._pid, _ = peer_of(sock)
         self._pidfd = -1
         self.namespace = ""
-        self.calls = Calls(self, coordinator)
+        self.calls = Calls(coordinator)
+        self.admission = Admission()
         self.num_asked = 0
         self._closes_when_idle = False
         self.holder: Holder | None = None
@@ -103,6 +105,10 @@ class Connection:
         self.calls.finished(request)
         self._close_if_idle()
 
+    def admit_question(self) -> None:
+        """Let the client ask one more question that is answered in the background. Raises as `Admission.check`."""
+        self.admission.check(max(self.num_asked, len(self.calls)))
+
     def answered(self) -> None:
         """One of the questions that are answered in the background is settled."""
         self.num_asked -= 1
@@ -133,9 +139,9 @@ class Connection:
         if self.holder is None:
             self._greet(frame)
         elif frame.kind == Kind.ENCODE:
-            self.calls.on_encode(self.holder, frame)
+            self.calls.on_encode(self, self.holder, frame)
         elif frame.kind == Kind.SUPPLY:
-            self.calls.on_supply(frame)
+            self.calls.on_supply(self, frame)
         else:
             answer(self, self.holder, frame)
 
@@ -205,4 +211,5 @@ class Connection:
             self._pidfd = -1
         if self.holder is not None:
             self.holder.control.close()
+        self.calls.forget()
         self.coordinator.forget(self)

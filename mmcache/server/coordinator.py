@@ -61,8 +61,9 @@ class Coordinator:
         self.decoders = Decoders(
             self.poller, ingest, seed, settings.max_pixels, settings.orientation, settings.decode_timeout_s
         )
-        self.pools = Pools()
+        self.offers = OpenOffers()
         self.staging = StagingDesk(settings.staging_bytes, settings.staging_bytes_total)
+        self.pools = Pools(self.offers.lost, self.staging.lost)
         self.ranks = Ranks(
             self.poller, settings, seed, ingest, self.staging.fd_of, self._pool_added,
             self._pool_lost, self.pools.evicted,
@@ -72,7 +73,6 @@ class Coordinator:
         self._seed = seed
         self._facts: ModelFacts | None = None
         self._flights: dict[bytes, Flight] = {}
-        self.offers = OpenOffers()
         self.misses = MissPath(self)
         self.verifier = Verifier(self, settings.verify_sample, random.Random(seed))  # noqa: S311  # no secret
         self.reloads = Reloads(self)
@@ -264,7 +264,7 @@ class Coordinator:
 
     def _sweep_regularly(self) -> None:
         self.sweep()
-        self.lease_limit.enforce(self.connections)
+        self.lease_limit.enforce(self)
         self._loop.call_later(SWEEP_INTERVAL_S, self._sweep_regularly)
 
     def snapshot(self) -> dict[str, object]:

@@ -7,8 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ipc.leases import Holder
+from mmcache.errors import TooManyRequests
 from mmcache.framing import Frame, Kind, pack_frame
 from mmcache.keys import ContentKey, store_key
+from mmcache.protocol import LookupReply
 from mmcache.records import LOOKUP_HEAD, ORIGINS, parse_lookup
 
 if TYPE_CHECKING:
@@ -22,11 +24,16 @@ def on_lookup(connection: Connection, _: Holder, frame: Frame) -> None:
     """Answer a LOOKUP: at once if the pools have every key, else when the store has been asked for the others.
 
     Raises:
-        ProtocolError: it has no keys, too many, or not whole ones, or too many questions are open.
+        ProtocolError: it has no keys, too many, or not whole ones.
     """
     ask_id, keys = parse_lookup(frame)
+    try:
+        connection.admit_question()
+    except TooManyRequests as error:
+        refused = LookupReply(error=type(error).__name__, reason=error.reason)
+        connection.send(pack_frame(Kind.LOOKUP_REPLY, refused, LOOKUP_HEAD.pack(ask_id)))
+        return
     home = connection.coordinator
-    home.background.admit(connection)
     codes = bytearray(POOL if home.pools.get(key) is not None else NOWHERE for key in keys)
     reply = partial(_reply, connection, ask_id, codes)
     if NOWHERE not in codes:

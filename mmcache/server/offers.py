@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ipc.errors import BadTransition, ControlExhausted
+from ipc.errors import ControlExhausted
 from ipc.leases import Holder, Share
 from ipc.offers import Offer, OfferState
 from ipc.pool import Extent
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
     from mmcache.server.connection import Connection
 
 POOL = ORIGINS.index("pool")
-GONE = "the reference is over: all its shares are claimed, it was cancelled, or the process that made it is gone"
+GONE = (
+    "the reference is over: all its shares are claimed, it was cancelled or is older than lease_limit_s, "
+    "its embedding went with its rank or its model, or the process that made it is gone"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,6 @@ class OpenOffers:
             if not consumer.sweep():
                 raise TooManyLeases(f"{error} (control_words); release some") from error
             share = entry.offer.claim(consumer)
-        except BadTransition as error:  # its memory lost its rank, or another model is served
-            raise SliceGone(f"{GONE}, or its rank is") from error
         if entry.offer.state is not OfferState.OPEN:
             self._forget(entry.offer.holder, token)
         return share, entry.extent
@@ -81,6 +83,20 @@ class OpenOffers:
         for token in self._tokens.pop(holder, ()):
             self._entries.pop(token).offer.cancel()
 
+    def lost(self, extents: Collection[Extent]) -> None:
+        """These embeddings are not handed out any more: what is unclaimed of them ends."""
+        for token, entry in list(self._entries.items()):
+            if entry.extent in extents:
+                self.withdraw(token, entry.offer.holder)
+
+    def expire(self, holder: Holder, offered_before: float) -> int:
+        """What a requester offered before that time, on its clock, and is unclaimed, ends. Returns how many offers."""
+        tokens = self._tokens.get(holder, ())
+        late = [token for token in tokens if self._entries[token].offer.offered_at < offered_before]
+        for token in late:
+            self.withdraw(token, holder)
+        return len(late)
+
     def _forget(self, holder: Holder, token: int) -> None:
         del self._entries[token]
         tokens = self._tokens[holder]
@@ -94,7 +110,9 @@ def on_open(connection: Connection, holder: Holder, frame: Frame) -> None:
     tokens = parse_tokens(frame, OPEN_HEAD.size)
     (request_id,) = OPEN_HEAD.unpack_from(frame.body)
     asked = EncodeFrame(request_id, 0, 0, 0, has_more=False, keys=b"", staged={})
-    request = Request(connection, holder, Call(0, 0), asked)
+    call = Call(0)
+    request = Request(connection, holder, call, asked)
+    call.begin(request, has_more=False)
     for position, token in enumerate(tokens):
         try:
             share, extent = connection.coordinator.offers.claim(token, holder, connection.namespace)

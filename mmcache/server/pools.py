@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from ipc.pool import Extent, ExtentState
 from mmcache.records import GRANT_EXTENT
@@ -23,7 +23,9 @@ class Pools:
         num_to_discard: extents of a replaced model that still take room.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *on_lost: Callable[[Collection[Extent]], None]) -> None:
+        """`on_lost` are told of extents that will not be handed out any more, and that somebody keeps."""
+        self._on_lost = on_lost
         self._index: dict[bytes, Extent] = {}
         self._ranks: dict[int, Rank] = {}
         self.retired: list[Rank] = []
@@ -63,6 +65,7 @@ class Pools:
         if (rank := self.rank_of(extent)) is not None and extent.key and self._index.get(extent.key) is extent:
             del self._index[extent.key]
             rank.pool.discard(extent)
+            self._lost([extent])
 
     def withdraw_all(self) -> None:
         """Nothing that is cached is of the model that is served from now on. Leases stay valid."""
@@ -78,6 +81,7 @@ class Pools:
         """A rank is dead: what it cached is found no more, and stays as long as it is leased."""
         del self._ranks[rank.pool_id]
         rank.pool.retire()
+        self._lost(rank.pool.extents())
         self.retired.append(rank)
         self.num_past_evictions += rank.pool.num_evictions
         self.num_past_batches += rank.batcher.num_batches
@@ -95,11 +99,18 @@ class Pools:
 
     def _discard(self, extents: list[Extent]) -> None:
         """Free the extents, a bounded number at once: the pool may evict the others meanwhile."""
-        for extent in extents[-DISCARDS_A_TURN:]:
+        batch = extents[-DISCARDS_A_TURN:]
+        for extent in batch:
             rank = self._ranks.get(extent.pool_id)
             if rank is not None and extent.state is ExtentState.CACHED:
                 rank.pool.discard(extent)
-        self.num_to_discard -= min(len(extents), DISCARDS_A_TURN)
+        self._lost(batch)
+        self.num_to_discard -= len(batch)
         del extents[-DISCARDS_A_TURN:]
         if extents:
             asyncio.get_running_loop().call_soon(self._discard, extents)
+
+    def _lost(self, extents: Collection[Extent]) -> None:
+        if kept := {extent for extent in extents if extent.state is ExtentState.DEAD}:
+            for tell in self._on_lost:
+                tell(kept)

@@ -11,7 +11,7 @@ from encoder.sizing import num_patches, num_tokens
 from ipc.errors import MemorySealError
 from ipc.leases import Holder
 from ipc.memory_shm import SEALS_FROZEN, check_sealed, round_up
-from mmcache.errors import EncodeFailed, ItemError, NonFiniteEmbedding, ProtocolError, WrongEmbedding
+from mmcache.errors import EncodeFailed, ItemError, NonFiniteEmbedding, ProtocolError, TooManyRequests, WrongEmbedding
 from mmcache.framing import Frame, Kind, pack_frame, parse
 from mmcache.protocol import Put, PutReply
 from mmcache.server.batcher import RankLostError
@@ -33,16 +33,16 @@ def on_put(connection: Connection, holder: Holder, frame: Frame) -> None:
     """Begin a PUT, or refuse it at once.
 
     Raises:
-        ProtocolError: its memory is not sealed, or not of the size that it says, or too many questions are open.
+        ProtocolError: its memory is not sealed, or not of the size that it says.
     """
     (fd,) = take_descriptors(frame, 1)
     memory = SharedDescriptor(fd)
     try:
         message = parse(Put, frame)
-        connection.coordinator.background.admit(connection)
         try:
+            connection.admit_question()
             check_put(message, fd, connection.coordinator.facts)
-        except WrongEmbedding as error:
+        except (TooManyRequests, WrongEmbedding) as error:
             _reply(connection, message, error=error)
         else:
             put = _PutCall(connection, holder, message, memory)
@@ -84,7 +84,7 @@ class _PutCall:
         self._memory = memory
         self._nbytes = put.num_tokens * self._home.facts.token_bytes
         self._flight = Flight(put.key)
-        self._request = connection.calls.stand_in(holder, put.ask_id, self._flight)
+        self._request = connection.calls.stand_in(connection, holder, put.ask_id, self._flight)
         self._timer = asyncio.get_running_loop().call_later(put.timeout_ms / 1000, self._expire)
         self._is_answered = False
 

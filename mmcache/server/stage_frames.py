@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from ipc.leases import Holder
 from ipc.staging import Staged as Slice
-from mmcache.errors import EncodeFailed, ItemError, ProtocolError, SliceGone, StagingExhausted
+from mmcache.errors import EncodeFailed, ItemError, ProtocolError, SliceGone, TooManyRequests
 from mmcache.framing import Frame, Kind, pack_frame, parse
 from mmcache.protocol import Stage, Staged, StagePlaces
-from mmcache.records import KEY_BYTES, MAX_REQUESTS, parse_tokens
+from mmcache.records import KEY_BYTES, parse_tokens
 from mmcache.server.staged_headers import checked_header
 from mmcache.server.staging_area import StagingArea
 
@@ -24,7 +24,7 @@ def on_stage(connection: Connection, _: Holder, frame: Frame) -> None:
     """STAGE: find room for each of some slices, and answer where.
 
     Raises:
-        ProtocolError: the columns differ in length.
+        ProtocolError: the columns differ in length, or far too many questions have come.
     """
     stage = parse(Stage, frame)
     keys = [frame.body[start : start + KEY_BYTES] for start in range(0, len(frame.body), KEY_BYTES)]
@@ -35,10 +35,10 @@ def on_stage(connection: Connection, _: Holder, frame: Frame) -> None:
     ):
         raise ProtocolError("the columns of a STAGE differ in length")
     placing = _Placing(connection, stage, keys)
-    if connection.num_asked >= MAX_REQUESTS:
-        placing.refuse(
-            StagingExhausted(f"{MAX_REQUESTS} questions of this connection are open; wait for their answers")
-        )
+    try:
+        connection.admit_question()
+    except TooManyRequests as error:
+        placing.refuse(error)
     else:
         connection.coordinator.background.spawn(connection, placing.carry(), placing.fail)
 

@@ -7,7 +7,8 @@ its embedding is kept for those that have not come yet, until they have, or who 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
 from encoder.sizing import Grid
 from ipc.pool import Extent, Pool
@@ -33,12 +34,24 @@ PASSING = (DeadlineExceeded, PoolExhausted, TooManyLeases)
 """Errors of one request that say nothing about the pixels."""
 
 
+class Kept(NamedTuple):
+    """The embedding of staged pixels, pinned in its pool for consumers that have not come yet.
+
+    `since`: when, on the monotonic clock, in seconds.
+    """
+
+    pool: Pool
+    extent: Extent
+    since: float
+
+
 class StagedSlice:
     """One staged item. Its bytes are a claim until a rank has hashed what it read.
 
     Attributes:
         token: names it.
         key, kind, header: what it claims to be.
+        kept: its embedding, while consumers may come for it.
         num_active: positions that wait for its embedding.
     """
 
@@ -52,9 +65,14 @@ class StagedSlice:
         self.num_active = 0
         self._num_claimed = 0
         self._is_cached = False
-        self._kept: tuple[Pool, Extent] | None = None
+        self.kept: Kept | None = None
         self._why = ""
         self.changed = asyncio.Event()
+
+    @property
+    def num_to_come(self) -> int:
+        """Consumers that may come yet."""
+        return self.staged.consumers - self._num_claimed
 
     @property
     def is_over(self) -> bool:
@@ -84,6 +102,9 @@ class StagedSlice:
         """Its client wrote all of it."""
         if self.staged.state is not StagedState.WRITING:
             return
+        if self._why:
+            self.end(self._why)
+            return
         self.staged.complete()
         for _ in range(self._num_claimed):
             self.staged.claim()
@@ -93,9 +114,9 @@ class StagedSlice:
     def cached(self, pool: Pool, extent: Extent) -> None:
         """Its key has an embedding: nobody needs the bytes, and the embedding is kept for who comes later."""
         self._is_cached = True
-        if self._kept is None and not self._why and self._num_claimed < self.staged.consumers:
+        if self.kept is None and not self._why and self.num_to_come:
             pool.pin(extent)
-            self._kept = (pool, extent)
+            self.kept = Kept(pool, extent, time.monotonic())
         self._settle()
 
     def ended(self, error: ItemError | None) -> None:
@@ -129,16 +150,29 @@ class StagedSlice:
         self._settle()
 
     def end(self, why: str, *, is_fault: bool = False) -> None:
-        """It is over. What is being read goes on until the reader is done."""
-        if self._why:
+        """It is over. What is being read or written goes on until its reader or its client is done."""
+        is_writing = self.staged.state is StagedState.WRITING
+        if self._why and not is_writing:
             return
-        self._why = why
+        self._why = self._why or why
+        if is_fault and is_writing:
+            self._unpin()
+            self.changed.set()
+            return
         if is_fault:
             if self.staged.state is not StagedState.READING:
                 self.staged.fail()
         else:
             self.staged.cancel()
         self._drop()
+
+    def let_go(self, why: str) -> None:
+        """Its embedding is not kept any more. Without its pixels it is over then."""
+        self._is_cached = False
+        if self.staged.state in (StagedState.WRITING, StagedState.READING):
+            self._unpin()
+        else:
+            self.end(why, is_fault=True)
 
     def left(self) -> None:
         """Its client has left, which has ended the slice itself."""
@@ -158,13 +192,15 @@ class StagedSlice:
             self.end(ALL_CAME, is_fault=True)
 
     def _drop(self) -> None:
-        if self._kept is not None:
-            pool, extent = self._kept
-            self._kept = None
-            pool.unpin(extent)
+        self._unpin()
         self.changed.set()
         self.area.freed()
         self.area.forget(self)
+
+    def _unpin(self) -> None:
+        if self.kept is not None:
+            kept, self.kept = self.kept, None
+            kept.pool.unpin(kept.extent)
 
 
 class StagedPixels:

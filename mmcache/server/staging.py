@@ -6,15 +6,16 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ipc.errors import IpcError
+from ipc.pool import Extent
 from ipc.staging import Staged, Staging
 from ipc.unmapped import UnmappedMemory
 from mmcache.errors import SliceGone, StagingExhausted
-from mmcache.server.staged import OVER, StagedSlice
+from mmcache.server.staged import EMBEDDING_LOST, OVER, StagedSlice
 from mmcache.server.staging_area import StagingArea
 
 if TYPE_CHECKING:
@@ -87,6 +88,17 @@ class StagingDesk:
         """A slice that this client staged."""
         area = self._areas.get(connection)
         return area.slices.get(token) if area is not None else None
+
+    def kept_of(self, connection: Connection) -> list[StagedSlice]:
+        """A client's slices whose embeddings are kept for consumers that may come, in no order."""
+        area = self._areas.get(connection)
+        return [staged for staged in area.slices.values() if staged.kept is not None] if area is not None else []
+
+    def lost(self, extents: Collection[Extent]) -> None:
+        """These embeddings are of no use any more: they are not kept."""
+        for staged in list(self._slices.values()):
+            if staged.kept is not None and staged.kept.extent in extents:
+                staged.let_go(EMBEDDING_LOST)
 
     def quarantine(self, connection: Connection) -> bool:
         """The client's socket is closed and its process lives. Whether it keeps something of a region, for now.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import TYPE_CHECKING
 
 from ipc.leases import Holder, HolderState
 from mmcache._version import __version__
+from mmcache.server.keepings import Keeping, extents_held, keepings
 
 if TYPE_CHECKING:
     from mmcache.server.coordinator import Coordinator
@@ -72,9 +75,11 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
         "errors": dict(sorted(stats.errors.items())),
         "leases": {
             "active": sum(holder.num_active for holder in holders),
-            "quarantined": sum(coordinator.lease_limit.num_quarantined(holder) for holder in holders),
+            "quarantined": sum(len(coordinator.lease_limit.quarantined(holder)) for holder in holders),
             "over_limit": coordinator.lease_limit.num_over,
             "killed": coordinator.lease_limit.num_killed,
+            "ended": coordinator.lease_limit.num_ended,
+            "offers": len(coordinator.offers),
             "connections": len(holders) - len(quarantined),
             "control_words": settings.control_words,
             "strays": sum(holder.num_strays for holder in holders),
@@ -113,21 +118,26 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
 
 def biggest_holders(coordinator: Coordinator, asker: Holder) -> str:
     """Who keeps most of the pools, for people: the client that asks, others, and those that are only quarantined."""
-    holders = [connection.holder for connection in coordinator.connections if connection.holder is not None]
-    sizes = sorted(((_bytes_kept(holder), holder) for holder in holders), key=lambda pair: pair[0], reverse=True)
-    named = [_described(holder, size, asker) for size, holder in sizes[:3] if size]
+    sizes = [
+        (sum(extent.nbytes for extent in extents_held(coordinator, connection)), connection.holder, connection)
+        for connection in coordinator.connections
+    ]
+    named = [
+        _described(holder, size, asker, keepings(coordinator, connection))
+        for size, holder, connection in nlargest(3, sizes, key=lambda sized: sized[0])
+        if size and holder is not None
+    ]
     return "; ".join(named) or "nobody: what is in it is being written, or stored"
 
 
-def _bytes_kept(holder: Holder) -> int:
-    """Of the extents that its leases, and shares it offers, keep; each counted once."""
-    extents = {share.extent for share in holder.shares()} | {offer.extent for offer in holder.offers.open()}
-    return sum(extent.nbytes for extent in extents)
-
-
-def _described(holder: Holder, size: int, asker: Holder) -> str:
+def _described(holder: Holder, size: int, asker: Holder, kept: Sequence[Keeping]) -> str:
     who = "this client itself" if holder is asker else holder.name
-    leases = f"{holder.num_active} leases"
+    what = f"{holder.num_active} leases"
     if holder.state is HolderState.QUARANTINED:
-        leases += " in quarantine (its connection is closed, its process lives)"
-    return f"{who} (pid {holder.pid}): {leases}, {size} bytes"
+        what += " in quarantine (its connection is closed, its process lives)"
+    counts = Counter(keeping.what for keeping in kept)
+    if counts["offered"]:
+        what += f", {counts['offered']} with unclaimed shares"
+    if counts["staged"]:
+        what += f", {counts['staged']} kept for consumers of staged pixels"
+    return f"{who} (pid {holder.pid}): {what}, {size} bytes"

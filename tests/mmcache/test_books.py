@@ -93,10 +93,16 @@ def test_extents_of_a_replaced_model_are_no_problem() -> None:
 
 
 def test_problems_are_an_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {"holders": [], "leases": [], "quarantined": {"leases": 0, "bytes_staged": 0}, "problems": ["pool 1: torn"]}
+    found = {
+        "holders": [],
+        "leases": [],
+        "kept": [],
+        "quarantined": {"leases": 0, "bytes_staged": 0},
+        "problems": ["pool 1: torn"],
+    }
 
     class Client:
-        def leases(self, limit: int, *, check: bool) -> dict[str, Any]:
+        def leases(self, limit: int, *, pid: int | None, check: bool) -> dict[str, Any]:
             assert check
             return found
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import mmcache
+import mmcache.parts as parts_of_calls
 from mmcache.keys import KeyHasher
 from mmcache.parts import PART_BYTES, cut
 from mmcache.records import MAX_ITEMS
@@ -40,3 +43,36 @@ def test_parts_end_by_bytes_too() -> None:
     assert list(errors) == [2]
     assert parts[2].keys == [hasher.key("image", b"", items[5])]
     assert [part.nbytes for part in parts] == [PART_BYTES, PART_BYTES, PART_BYTES // 2]
+
+
+def test_more_is_promised_only_if_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose last items are bad is over with its last good one."""
+    monkeypatch.setattr(parts_of_calls, "PART_BYTES", 10)
+    hasher = KeyHasher(7)
+    for sizes, expected in (
+        ([10, 0], [False]),
+        ([10, 0, 0, 10, 0], [True, False]),
+        ([0, 10], [False]),
+        ([10, 10], [True, False]),
+        ([0, 0], []),
+        ([4, 4, 4, 0], [False]),
+    ):
+        errors: dict[int, Exception] = {}
+        found = list(cut([b"x" * size for size in sizes], hasher.key, 100, errors.__setitem__))
+        assert [part.has_more for part in found] == expected
+        assert sorted(place for part in found for place in part.places) == [
+            index for index, size in enumerate(sizes) if size
+        ]
+        assert len(errors) == sizes.count(0)
+
+
+def test_a_call_that_ends_in_bad_items_is_forgotten_by_the_sidecar(
+    sidecar: SidecarProcess, one_item_a_part: None
+) -> None:
+    with sidecar.connect() as client:
+        for _ in range(3):
+            good, bad = client.encode([image(1), b"not a picture"[:0]], errors="return")
+            assert isinstance(bad, mmcache.UndecodableImage)
+            good.release()
+        assert client.stats()["leases"]["active"] == 0
+        assert client.leases(check=True)["problems"] == []

@@ -17,7 +17,7 @@ import mmcache
 from ipc.memory_shm import sealed_copy
 from mmcache.framing import MAGIC, PREFIX, Kind, pack_frame, parse
 from mmcache.handshake import shake_hands
-from mmcache.protocol import PROTOCOL_VERSION, Cancel, Hello, StatsRequest, Supply, Unsettled
+from mmcache.protocol import PROTOCOL_VERSION, Cancel, Hello, Staged, StatsRequest, Supply, Unsettled, Withdraw
 from mmcache.records import ENCODE_HEAD, STAGED_ITEM
 from mmcache.transport import BlockingChannel
 from tests.mmcache.support import SidecarProcess, encode_frame, eventually, image
@@ -108,6 +108,12 @@ def test_hostile_frames_cut_off_their_sender(shared_sidecar: SidecarProcess, tmp
         (pack_frame(Kind.WELCOME, StatsRequest(ask_id=1)).data, []),
         (pack_frame(Kind.RESULTS, None, bytes(4)).data, []),
         (pack_frame(Kind.ACKNOWLEDGE, StatsRequest(ask_id=1), b"123").data, []),
+        (pack_frame(Kind.OPEN, None, bytes(4)).data, []),
+        (pack_frame(Kind.OPEN, None, bytes(4 + 8 * 1025)).data, []),
+        (pack_frame(Kind.LOOKUP, None, bytes(4)).data, []),
+        (pack_frame(Kind.LOOKUP, None, bytes(4 + 16 * 1025)).data, []),
+        (pack_frame(Kind.WITHDRAW, Withdraw()).data, []),
+        (pack_frame(Kind.STAGED, Staged(), bytes(12)).data, []),
         (PREFIX.pack(MAGIC, 999, 0, 0, 0, 0), []),
         (pack_frame(Kind.BYE, None, bytes(8 * 20_000)).data, []),
         (PREFIX.pack(MAGIC, Kind.CANCEL, 0, 0, 1 << 17, 0) + bytes(1 << 17), []),

@@ -12,8 +12,8 @@ import pytest
 
 import mmcache
 from mmcache import link
+from mmcache.duplex import DuplexChannel
 from mmcache.framing import PREFIX, Frame, Kind, OutgoingFrame
-from mmcache.transport import DuplexChannel
 from tests.mmcache.support import SidecarProcess, eventually, image
 
 

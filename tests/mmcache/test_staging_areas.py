@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from ipc.staging import Staged
-from mmcache.errors import SliceGone, StagingExhausted
+from mmcache.errors import SliceGone, StagingExhausted, UnsupportedItem
 from mmcache.server.connection import Connection
 from mmcache.server.staging import StagingDesk
 from mmcache.server.staging_area import StagingArea
@@ -220,6 +220,36 @@ def test_who_waits_for_room_is_told_that_its_client_left() -> None:
         for result in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(result, SliceGone)
         books.desk.end(client)
+        await books.settled(0)
+
+    run(test())
+
+
+@pytest.mark.parametrize("says", ["staged", "withdrawn"])
+def test_a_fault_while_its_client_writes_costs_no_room_for_good(says: str) -> None:
+    """Its room is another's only when its client has said that it writes no more."""
+
+    async def test() -> None:
+        books, client = Books(), peer()
+        area = await books.area(client)
+        staged = await reserve(area, PAGE)
+        token = books.desk.add(area, staged, b"k" * 16, "array", b"")
+        claimed = books.desk.claim(token, b"k" * 16, "")
+        claimed.num_active += 1
+        claimed.ended(UnsupportedItem("not this one"))
+        with pytest.raises(SliceGone):
+            books.desk.claim(token, b"k" * 16, "")
+        assert area.staging.bytes_used == PAGE, "its client writes on"
+        own = books.desk.own(client, token)
+        assert own is claimed
+        if says == "staged":
+            own.written()
+        else:
+            own.end("withdrawn")
+        assert area.staging.bytes_used == 0
+        assert books.desk.own(client, token) is None
+        books.desk.check()
+        area.leave(area.staging.end_all)
         await books.settled(0)
 
     run(test())

@@ -187,8 +187,8 @@ def test_one_question_too_many_is_answered_and_costs_nothing_else(tight: Sidecar
     for ask_id in range(1, MAX_REQUESTS + 2):
         channel.send(stage_frame(ask_id, 499))
     refused = answer()
-    assert (refused.ask_id, refused.errors) == (MAX_REQUESTS + 1, ["StagingExhausted"])
-    assert f"{MAX_REQUESTS} questions of this connection are open" in refused.reasons[0]
+    assert (refused.ask_id, refused.errors) == (MAX_REQUESTS + 1, ["TooManyRequests"])
+    assert f"{MAX_REQUESTS} requests of this connection are open" in refused.reasons[0]
     channel.send(pack_frame(Kind.WITHDRAW, Withdraw(), TOKEN.pack(first.tokens[0])))
     assert (answer().ask_id, staging(tight)["cancelled"] > 0) == (1, True), "the others go on"
     channel.send(pack_frame(Kind.BYE, Bye()))

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 ALL_CAME = "the staged pixels were named by as many requests as they were staged for (consumers)"
 EMBEDDING_LOST = "the embedding of the staged pixels went with its rank or its model, and the pixels are gone"
-OVER = "the staged pixels are gone: they were cancelled, or the process that staged them is"
+OVER = (
+    "the staged pixels are gone: they were cancelled, their embedding went with its rank or its model, or the process "
+    "that staged them is gone"
+)
 PASSING = (DeadlineExceeded, PoolExhausted, TooManyLeases)
 """Errors of one request that say nothing about the pixels."""
 

@@ -84,8 +84,7 @@ def test_a_store_that_hangs_or_fails_is_a_none_within_its_time(fails: bool) -> N
 @pytest.mark.parametrize("body", [b"", LOOKUP_HEAD.pack(7), LOOKUP_HEAD.pack(7) + bytes(15), bytes(4 + 16 * 1025)])
 def test_a_broken_frame_costs_the_connection_alone(shared_sidecar: SidecarProcess, body: bytes) -> None:
     with shared_sidecar.connect() as observer, shared_sidecar.connect() as client:
-        with client._pump.turn() as core:
-            core.outbox.append(pack_frame(Kind.LOOKUP, None, body))
+        client._pump.turn(lambda core: core.outbox.append(pack_frame(Kind.LOOKUP, None, body)))
         with pytest.raises(ConnectionLost):
             client.stats()
         assert observer.lookup([UNKNOWN]) == [None]

@@ -127,8 +127,9 @@ def test_memory_that_breaks_the_rules_costs_the_connection_alone(shared_sidecar:
             fds = [os.dup(unsealed.fd)]
         elif what != "none":
             fds = [sealed_copy("test", [bytes(nbytes)])[0]]
-        with client._pump.turn() as core:
-            core.outbox.append(pack_frame(Kind.PUT, put_message(client, 705), fds=fds, owned=True))
+        client._pump.turn(
+            lambda core: core.outbox.append(pack_frame(Kind.PUT, put_message(client, 705), fds=fds, owned=True))
+        )
         with pytest.raises(ConnectionLost):
             client.stats()
         assert observer.lookup([key(705)]) == [None]

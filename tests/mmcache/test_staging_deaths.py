@@ -130,11 +130,10 @@ def test_frames_that_lie_about_staging(sidecar: SidecarProcess) -> None:
         from mmcache.records import TOKEN
 
         ref = client.stage(image(1))
-        with other._pump.turn() as core:
-            core.tell(Kind.STAGED, Staged(), TOKEN.pack(ref.token) + TOKEN.pack(99))
-            core.tell(Kind.WITHDRAW, Withdraw(), TOKEN.pack(ref.token) + TOKEN.pack(99))
-        with client._pump.turn() as core:
-            core.tell(Kind.STAGED, Staged(), TOKEN.pack(ref.token))
+        tokens = TOKEN.pack(ref.token) + TOKEN.pack(99)
+        other._pump.turn(lambda core: core.tell(Kind.STAGED, Staged(), tokens))
+        other._pump.turn(lambda core: core.tell(Kind.WITHDRAW, Withdraw(), tokens))
+        client._pump.turn(lambda core: core.tell(Kind.STAGED, Staged(), TOKEN.pack(ref.token)))
         client.encode([ref])[0].release()
         assert is_idle(sidecar)
 

@@ -34,8 +34,6 @@ class DuplexChannel(BlockingChannel):
         self._spin_s = spin_s
         self._either = select.poll()
         self._either.register(sock, select.POLLIN | select.POLLOUT)
-        self._hung_up = select.poll()
-        self._hung_up.register(sock, select.POLLRDHUP)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._readable.register(self._waker, select.POLLIN)
         self._either.register(self._waker, select.POLLIN)
@@ -115,7 +113,11 @@ class DuplexChannel(BlockingChannel):
 
     def is_hung_up(self) -> bool:
         """Whether the other end is gone, without reading what it said before."""
-        return bool(self._hung_up.poll(0))
+        if (fd := self._sock.fileno()) < 0:
+            return True
+        event = select.poll()  # one of its own: any number of threads may ask
+        event.register(fd, select.POLLRDHUP)
+        return bool(event.poll(0))
 
     def shut_down(self) -> None:
         """End both directions: whoever waits on the socket wakes. Twice is harmless."""

@@ -138,7 +138,7 @@ def test_it_waits_for_a_sidecar_that_starts_later(sidecar: SidecarProcess) -> No
         with ThreadPoolExecutor(6) as threads:
             calls = [threads.submit(client.encode, [image(seed)]) for seed in range(6)]
             time.sleep(0.1)
-            assert not any(call.done() for call in calls), "nobody is there yet"
+            assert [call.exception() for call in calls if call.done()] == [], "nobody is there yet"
             sidecar.start()
             leases = [call.result()[0] for call in calls]
         assert [lease.key for lease in leases] == [client.key(image(seed)) for seed in range(6)]

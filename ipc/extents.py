@@ -92,6 +92,11 @@ class Extent:
         """Whether somebody may still read it."""
         return self.num_shares > 0 or self.num_pins > 0
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is no longer being written: its pool lost its writer, or it is complete or gone."""
+        return self.state is not ExtentState.WRITING
+
     def share_granted(self, now: float) -> None:
         """A share begins (called by its holder). Raises `BadTransition` unless the extent is cached."""
         if self.state is not CACHED:

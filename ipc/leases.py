@@ -201,6 +201,11 @@ class Holder:
         self._end(share, _ACKNOWLEDGED)
         return True
 
+    def find(self, slot: int, generation: int) -> Share | None:
+        """The share that has this word, unless it has ended, as far as was swept."""
+        share = self._shares.get(slot)
+        return share if share is not None and share.generation == generation else None
+
     def quarantine(self) -> None:
         """The socket closed and the process lives: no more grants, and its shares stay until acknowledged or death.
 
@@ -277,11 +282,10 @@ class Holder:
         return BadTransition(f"holder {self.name} (pid {self.pid}) is {self.state.name}; it gets no shares")
 
     def _match(self, slot: int, generation: int) -> Share | None:
-        share = self._shares.get(slot)
-        if share is not None and share.generation == generation:
-            return share
-        self.num_strays += 1
-        return None
+        share = self.find(slot, generation)
+        if share is None:
+            self.num_strays += 1
+        return share
 
     def _end(self, share: Share, state: ShareState) -> None:
         share._move(state)

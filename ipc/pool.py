@@ -50,6 +50,7 @@ class Pool:
         self.bytes_evicted = 0
         self.num_refused = 0
         self.is_retired = False
+        self._has_lost_writer = False
 
     @property
     def bytes_used(self) -> int:
@@ -108,9 +109,9 @@ class Pool:
     def abandon(self, extent: Extent) -> None:
         """The bytes will never be complete, and their writer is done with them: WRITING to GONE.
 
-        Does nothing in a retired pool, which abandoned everything already.
+        Does nothing if the pool has lost its writer meanwhile, which abandoned everything already.
         """
-        if self.is_retired and extent.state is ExtentState.GONE:
+        if self._has_lost_writer and extent.state is ExtentState.GONE:
             return
         if extent.state is not ExtentState.WRITING:
             raise BadTransition(f"{extent!r} cannot be abandoned")
@@ -157,18 +158,24 @@ class Pool:
         assert extent.pool is self, f"{extent!r} is not in pool {self.pool_id}"
         return holder.grant(extent)
 
+    def lose_writer(self) -> None:
+        """The process that wrote is dead: drop what was being written. What is cached stays, for another writer."""
+        self._has_lost_writer = True
+        for extent in list(self._extents.values()):
+            if extent.state is ExtentState.WRITING:
+                self._drop(extent)
+
     def retire(self) -> None:
-        """The memory lost its writer: drop what was being written and evict what is cached. Twice is harmless.
+        """The memory is written no more: drop what was being written and evict what is cached. Twice is harmless.
 
         Shares and pins go on until they end; then the pool `is_idle` and its memory can be closed.
         """
         if self.is_retired:
             return
         self.is_retired = True
+        self.lose_writer()
         for extent in list(self._extents.values()):
-            if extent.state is ExtentState.WRITING:
-                self._drop(extent)
-            elif extent.state is CACHED:
+            if extent.state is CACHED:
                 self._end_cached(extent)
                 self._on_evict(extent)
 

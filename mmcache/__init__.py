@@ -11,12 +11,14 @@ import typing
 from mmcache._version import __version__
 from mmcache.client import Client, connect
 from mmcache.errors import (
+    CapturingError,
     CheckpointError,
     ClientClosed,
     ConfigError,
     ConnectionLost,
     ContentMismatch,
     DeadlineExceeded,
+    DeviceUnavailable,
     EncodeError,
     EncodeFailed,
     ImageTooLarge,
@@ -54,6 +56,7 @@ if typing.TYPE_CHECKING:
 
 __all__ = [
     "AsyncClient",
+    "CapturingError",
     "CheckpointError",
     "Client",
     "ClientClosed",
@@ -62,6 +65,7 @@ __all__ = [
     "ContentKey",
     "ContentMismatch",
     "DeadlineExceeded",
+    "DeviceUnavailable",
     "EncodeError",
     "EncodeFailed",
     "Fingerprint",

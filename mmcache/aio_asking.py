@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from mmcache.lease import Lease
+
 T = TypeVar("T")
 
 
@@ -94,6 +96,10 @@ class AsyncAsking(Informed):
         with pump.turn() as core:
             question = asks.put(core, item, grid, cost_seconds, deadline - time.monotonic())
         return await self._answer(pump, question, deadline)
+
+    async def fetch(self, lease: Lease) -> torch.Tensor:
+        """A copy of a lease's embedding as a CPU tensor. See `Client.fetch`."""
+        return await self._ask(partial(asks.fetch, lease))
 
     async def stats(self) -> dict[str, Any]:
         """The sidecar's counters, nested. See `Client.stats`."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from mmcache.lease import Lease
+
 T = TypeVar("T")
 Item = Any
 """bytes, a path (str or Path), a PIL image, a uint8 numpy array or CPU tensor of any memory layout: H×W×3 (RGB), H×W
@@ -119,6 +121,20 @@ class Asking(Informed):
                 core, asks.PutItem.of(checked, embedding, core.served), grid, cost_seconds, timeout_s
             )
         )
+
+    def fetch(self, lease: Lease) -> torch.Tensor:
+        """A copy of a lease's embedding as a CPU tensor `[num_tokens, dim]`. The lease goes on.
+
+        One round trip. For a process that cannot map the memory which the embedding is in, because it has no CUDA, or
+        not that device; the sidecar counts such copies.
+
+        Raises:
+            LeaseReleased: it was released, by another thread perhaps.
+            ValueError: the lease is of another client.
+            EncodeFailed: it was not copied in time.
+            RequestTimeout, ConnectionLost, ClientClosed: the call failed.
+        """
+        return self._ask(partial(asks.fetch, lease))
 
     def stats(self) -> dict[str, Any]:
         """The sidecar's counters, nested. One round trip."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, Type
 import numpy as np
 from pydantic import ValidationError
 
-from ipc.memory_shm import sealed_copy
+from ipc.memory_shm import SEALS_FROZEN, ReadOnlyRegion, sealed_copy
 from mmcache.array_checks import checked_grid
 from mmcache.core import ClientCore
 from mmcache.encode_call import sidecar_time_s
@@ -20,20 +20,34 @@ from mmcache.errors import (
     CheckpointError,
     ConfigError,
     ItemError,
+    LeaseReleased,
+    MMCacheError,
     ProtocolError,
     SidecarError,
     WrongEmbedding,
 )
-from mmcache.framing import Frame, Kind, parse
+from mmcache.framing import Frame, Kind, close_all, parse
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.pending import Ask, frame_of
-from mmcache.protocol import LeasesReply, LeasesRequest, LookupReply, Put, PutReply, Reload, Reloaded, StatsRequest
+from mmcache.protocol import (
+    Fetch,
+    Fetched,
+    LeasesReply,
+    LeasesRequest,
+    LookupReply,
+    Put,
+    PutReply,
+    Reload,
+    Reloaded,
+    StatsRequest,
+)
 from mmcache.records import LOOKUP_HEAD, MAX_ITEMS, ORIGINS, milliseconds
+from mmcache.transport import take_descriptors
 
 if TYPE_CHECKING:
     import torch
 
-    from mmcache.lease import Served
+    from mmcache.lease import Lease, Served
 
 MAX_MODEL_CHARS = 4096
 
@@ -175,6 +189,33 @@ def put(core: ClientCore, item: PutItem, grid: Sequence[int], cost_seconds: floa
         if reply.error:
             raise ITEM_ERRORS.get(reply.error, ItemError)(reply.reason, source=str(item.key)[:12])
         return reply.is_new
+
+    return Question(ask, read)
+
+
+def fetch(lease: Lease, core: ClientCore, timeout_s: float) -> Question[torch.Tensor]:
+    """A copy of an embedding in memory of this process's own. Raises `LeaseReleased` and what its memory raises."""
+    slot, generation = lease.word(core)
+    num_tokens, dim, dtype, nbytes = lease.num_tokens, lease.dim, lease.dtype, lease.nbytes
+    ask = Ask(core.new_id(), undo=lambda frame: close_all(frame.fds))
+    timeout_ms = milliseconds(sidecar_time_s(timeout_s))
+    core.ask(Kind.FETCH, ask, Fetch(ask_id=ask.ask_id, timeout_ms=timeout_ms, slot=slot, generation=generation))
+
+    def read(frame: Frame) -> torch.Tensor:
+        import torch
+
+        reply = parse(Fetched, frame)
+        if reply.error:
+            close_all(frame.fds)
+            kinds: dict[str, type[MMCacheError]] = {LeaseReleased.__name__: LeaseReleased, **ITEM_ERRORS}
+            raise kinds.get(reply.error, SidecarError)(reply.reason)
+        (fd,) = take_descriptors(frame, 1)
+        try:
+            view = ReadOnlyRegion.attach(fd, SEALS_FROZEN).view(0, nbytes, writable_flag=True)
+        finally:
+            os.close(fd)
+        flat = torch.from_numpy(view).clone()
+        return flat.view(torch.bfloat16 if dtype == "bfloat16" else torch.float32).view(num_tokens, dim)
 
     return Question(ask, read)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
+from ipc.devices import num_devices
 from mmcache.paths import check_socket
 from mmcache.sizes import parse_size
 
@@ -29,12 +31,32 @@ def _no_bool(value: object) -> object:
 
 def _resolve_device(value: object) -> object:
     if value == "cuda":
-        raise ValueError("cuda is not available yet: use auto or cpu")
-    return "cpu" if value == "auto" else value
+        if not num_devices():
+            raise ValueError("no CUDA device is visible to this process: use auto or cpu, or see CUDA_VISIBLE_DEVICES")
+        if not _has_driver_api():
+            raise ValueError("cuda needs the package cuda-bindings: install mmcache[gpu]")
+    if value == "auto":
+        return "cuda" if num_devices() and _has_driver_api() else "cpu"
+    return value
 
 
-def _resolve_ranks(value: object) -> object:
-    return 2 if value == "auto" else _no_bool(value)
+def _has_driver_api() -> bool:
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _resolve_ranks(value: object, info: ValidationInfo) -> object:
+    if value == "auto":
+        return num_devices() if info.data.get("device") == "cuda" else 2
+    return _no_bool(value)
+
+
+def _resolve_pool_bytes(value: object, info: ValidationInfo) -> object:
+    if value == "auto":
+        return 4 << 30 if info.data.get("device") == "cuda" else 256 << 20
+    return value
 
 
 def _resolve_dtype(value: object, info: ValidationInfo) -> object:
@@ -110,17 +132,22 @@ class Settings(BaseModel):
         "where the encoder runs: auto, cpu or cuda", "auto, cpu or cuda", "auto"
     )
     ranks: Annotated[int, BeforeValidator(_resolve_ranks)] = _setting(
-        "encoder processes: auto (2 on a CPU) or a number", "auto or a whole number, 1 to 64", "auto", ge=1, le=64
+        "encoder processes: auto (2 on a CPU, one a CUDA device) or a number",
+        "auto or a whole number, 1 to 64",
+        "auto",
+        ge=1,
+        le=64,
     )
     dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_resolve_dtype)] = _setting(
         "of the encoder and its embeddings: auto (float32 on a CPU, bfloat16 on CUDA), float32 or bfloat16",
         "auto, float32 or bfloat16",
         "auto",
     )
-    pool_bytes: PageSize = _setting(
-        "memory for embeddings, per rank, fixed and touched at start, rounded up to the page",
-        "a size from 1MiB to 64TiB",
-        256 << 20,
+    pool_bytes: Annotated[PageSize, BeforeValidator(_resolve_pool_bytes)] = _setting(
+        "memory for embeddings, per rank, fixed and touched at start, rounded up to the page: auto (256MiB of host "
+        "memory, or 4GiB of a CUDA device) or a size",
+        "auto or a size from 1MiB to 64TiB",
+        "auto",
         ge=1 << 20,
         le=64 << 40,
     )

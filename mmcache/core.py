@@ -9,8 +9,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ipc.control import ControlMemory
 from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion, SharedRegion
+from mmcache.device_memory import DeviceMemory
 from mmcache.errors import ITEM_ERRORS, ItemError, ProtocolError
 from mmcache.framing import Frame, Kind, Message, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.keys import KeyHasher
@@ -42,17 +42,16 @@ from mmcache.records import (
     milliseconds,
 )
 from mmcache.refs import SliceRef
+from mmcache.shares import Shares
 from mmcache.supplying import Supplying, supply_now
 from mmcache.transport import take_descriptors
 
 
-class ClientCore:
+class ClientCore(Shares):
     """State of one connection after the handshake.
 
     Attributes:
         outbox: frames to send, in order.
-        live: tokens (slot and generation in one number) of shares that are not acknowledged; of them
-        held: those that only the death of their memory acknowledges.
         served: the model that is served, as far as was heard.
         staging: this client's region for pixels, once it has one.
         supply: what is done about bytes that are asked for: `prepare` in any thread, then `supplied`.
@@ -61,29 +60,16 @@ class ClientCore:
     def __init__(self, welcome: Welcome, control_fd: int, namespace: str) -> None:
         self.welcome = welcome
         self.hasher = KeyHasher(welcome.seed, namespace)
-        self.control = ControlMemory.attach(control_fd)
-        os.close(control_fd)
+        super().__init__(control_fd)
         self.outbox: deque[OutgoingFrame] = deque()
         self.served = Served(welcome.fingerprint, welcome.dtype, welcome.dim, welcome.processor)
         self.staging: SharedRegion | None = None
         self.supply: Callable[[ClientCore, Supplying], None] = supply_now
-        self.live: set[int] = set()
-        self.held: set[int] = set()
-        self._getpid = os.getpid  # also there when the interpreter goes down
-        self._pid = os.getpid()
-        self._pools: dict[int, ReadOnlyRegion] = {}
+        self._pools: dict[int, ReadOnlyRegion | DeviceMemory] = {}
         self._pending: dict[int, Pending] = {}
         self._asks: dict[int, Ask] = {}
         self._last_id = 0
         self._dropped: deque[Callable[[], None]] = deque()
-        self._late: deque[tuple[int, int]] = deque()
-        ordered = self.control.store_is_ordered
-        self._acknowledge = self.control.acknowledge if ordered else self._acknowledge_late
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether this process opened the connection; a forked child must not acknowledge its parent's shares."""
-        return self._getpid() == self._pid
 
     @property
     def is_full(self) -> bool:
@@ -170,7 +156,11 @@ class ClientCore:
             added = parse(PoolAdded, frame)
             (fd,) = take_descriptors(frame, 1)
             try:
-                self._pools[added.pool_id] = ReadOnlyRegion.attach(fd, SEALS_READERS)
+                self._pools[added.pool_id] = (
+                    DeviceMemory(fd, added.nbytes, added.device)
+                    if added.device
+                    else ReadOnlyRegion.attach(fd, SEALS_READERS)
+                )
             finally:
                 os.close(fd)
         elif frame.kind in ANSWERS:
@@ -192,23 +182,6 @@ class ClientCore:
         if not pending.num_open:
             self.settle(pending.settled())
 
-    def acknowledge(self, token: int) -> None:
-        """A share ends. A store into the control memory; where stores are not ordered, a message with the next call."""
-        if token not in self.live or not self.is_mine:
-            return
-        try:
-            self.live.remove(token)
-        except KeyError:  # another thread was faster
-            return
-        if self.held:
-            self.held.discard(token)
-        self._acknowledge(token >> 32, token & 0xFFFFFFFF)
-
-    def release_all(self) -> None:
-        """Acknowledge every share but held ones."""
-        for token in self.live - self.held:
-            self.acknowledge(token)
-
     def forget_pools(self) -> None:
         """No grant will come any more: each pool is unmapped when its last lease and view are gone."""
         self._pools.clear()
@@ -218,7 +191,7 @@ class ClientCore:
     def say_goodbye(self) -> None:
         """No more calls. Shares that are live go on; all others have ended, those too that are still on the way."""
         self.tidy()
-        live = b"".join(ACKNOWLEDGEMENT.pack(token >> 32, token & 0xFFFFFFFF) for token in tuple(self.live))
+        live = b"".join(ACKNOWLEDGEMENT.pack(token >> 32, token & 0xFFFFFFFF) for token in self.going_on())
         self.outbox.append(pack_frame(Kind.BYE, Bye(), live))
 
     def _start(self, pending: Pending, kind: Kind, body: bytes) -> None:
@@ -226,9 +199,6 @@ class ClientCore:
         if self._late or self._dropped:
             self.tidy()
         self.outbox.append(pack_frame(kind, None, body))
-
-    def _acknowledge_late(self, slot: int, generation: int) -> None:
-        self._late.append((slot, generation))
 
     def _on_news(self, frame: Frame) -> None:
         if frame.kind == Kind.POOL_GONE:
@@ -249,7 +219,7 @@ class ClientCore:
         if ask is None:
             close_all(frame.fds)
             raise ProtocolError(f"an answer of kind {frame.kind} came that nobody asked for")
-        if frame.fds:
+        if frame.fds and frame.kind == Kind.STAGE_PLACES:
             (fd,) = take_descriptors(frame, 1)
             try:
                 self.staging = SharedRegion.attach(fd)

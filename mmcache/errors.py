@@ -13,6 +13,8 @@ MMCacheError
 ├── RequestTimeout           a call outlived its timeout (also TimeoutError)
 ├── ClientClosed             the client was closed, or is used in a forked child or inside its own call
 ├── LeaseReleased            a lease was used after its release
+├── DeviceUnavailable        an embedding is in the memory of a CUDA device that this process cannot map
+├── CapturingError           a lease cannot end on a stream that is being captured into a CUDA graph
 ├── EncodeError              some items of a request failed; `.results` holds leases and errors in order
 └── ItemError                one item failed; names its index, its source and the reason
     ├── UnreadableItem       the path is missing, a folder, or may not be read
@@ -207,6 +209,14 @@ ITEM_ERRORS: dict[str, type[ItemError]] = {
         DeadlineExceeded,
     )
 }
+
+
+class DeviceUnavailable(MMCacheError):
+    """An embedding is in the memory of a CUDA device that this process cannot map. `client.fetch` copies it."""
+
+
+class CapturingError(MMCacheError):
+    """A lease cannot end on a stream that is being captured into a CUDA graph: each replay would end it again."""
 
 
 class EncodeError(MMCacheError):

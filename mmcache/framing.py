@@ -57,6 +57,8 @@ class Kind(IntEnum):
     LEASES = 26
     LEASES_REPLY = 27
     RECALL = 28
+    FETCH = 29
+    FETCHED = 30
 
     START_RANK = 32
     RANK_READY = 33
@@ -80,6 +82,7 @@ class Kind(IntEnum):
     UNLOAD = 51
     MAP_REGION = 52
     UNMAP_REGION = 53
+    COPY_OUT = 54
 
 
 class Message(BaseModel):

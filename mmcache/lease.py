@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from mmcache.errors import LeaseReleased
+from ipc.memory_shm import ReadOnlyRegion
+from mmcache.errors import CapturingError, LeaseReleased
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.records import ORIGINS, Grant
 from mmcache.refs import SliceRef
@@ -16,8 +17,8 @@ from mmcache.refs import SliceRef
 if TYPE_CHECKING:
     import torch
 
-    from ipc.memory_shm import ReadOnlyRegion
     from mmcache.core import ClientCore
+    from mmcache.device_memory import DeviceMemory, Streams
 
 
 class Served(NamedTuple):
@@ -39,7 +40,14 @@ class Share:
         self._token = token
 
     def __del__(self) -> None:
-        self._core.acknowledge(self._token)
+        core, token = self._core, self._token
+        if token in core.in_streams.reads:
+            try:
+                core.acknowledge(token)
+            except CapturingError:  # with the next call
+                core.drop(lambda: core.acknowledge(token))
+        else:
+            core.acknowledge(token)
 
 
 class Lease:
@@ -58,7 +66,7 @@ class Lease:
     __slots__ = ("_core", "_held", "_record", "_region", "_served", "_share", "_token", "is_given", "key", "offer")
 
     def __init__(
-        self, core: ClientCore, token: int, key: ContentKey, region: ReadOnlyRegion, served: Served,
+        self, core: ClientCore, token: int, key: ContentKey, region: ReadOnlyRegion | DeviceMemory, served: Served,
         record: tuple[int, ...],
     ) -> None:  # fmt: skip
         self._core: ClientCore | None = core
@@ -131,21 +139,28 @@ class Lease:
         return ORIGINS[self._grant.origin]
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether its memory is that of a CUDA device."""
+        return not isinstance(self._region, ReadOnlyRegion)
+
+    @property
     def is_released(self) -> bool:
         """Whether the lease was released, by itself or by the client's close."""
         return self._core is None or self._token not in self._core.live
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The embedding as a CPU tensor `[num_tokens, dim]` of `dtype`, without a copy. Do not write to it.
+        """The embedding as a tensor `[num_tokens, dim]` of `dtype`, without a copy. Do not write to it.
+
+        It is on the CPU, or on the CUDA device whose memory the pool is, as this process calls it.
 
         Raises:
             LeaseReleased: after the release.
+            DeviceUnavailable: this process cannot map that device's memory; `client.fetch` copies it.
         """
         import torch
 
-        view = self._region.view(self._grant.offset, self.nbytes, self._owner(), writable_flag=True)
-        flat = torch.from_numpy(view).view(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32)
+        flat = self._bytes().view(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32)
         return flat.view(self.num_tokens, self.dim)
 
     def numpy(self) -> np.ndarray[Any, Any]:
@@ -153,7 +168,10 @@ class Lease:
 
         Raises:
             LeaseReleased: after the release.
+            TypeError: it is on a CUDA device.
         """
+        if not isinstance(self._region, ReadOnlyRegion):
+            raise TypeError("the embedding is on a CUDA device: use `.tensor.cpu()`, or `client.fetch` without one")
         view = self._region.view(self._grant.offset, self.nbytes, self._owner())
         if self.dtype == "bfloat16":
             wide = view.view(np.uint16).astype(np.uint32)
@@ -164,30 +182,66 @@ class Lease:
             array = view.view(np.float32)
         return array.reshape(self.num_tokens, self.dim)
 
-    def hold(self) -> torch.Tensor:
+    def hold(self, stream: Streams = None) -> torch.Tensor:
         """The embedding as a tensor whose storage's death does the acknowledging, also after `client.close()`.
 
         From now on the lease keeps nothing: releasing or dropping it changes nothing, and it can be read for as long
         as the tensor, or a view of it, is alive.
 
+        Args:
+            stream: CUDA streams that read it, besides the one that is current in the thread in which it dies.
+
         Raises:
             LeaseReleased: after the release.
+            DeviceUnavailable: as for `tensor`.
         """
         tensor = self.tensor
+        if not isinstance(self._region, ReadOnlyRegion):
+            self._live_core().in_streams.viewed(self._token, self._region, stream)
         if self._share is not None:
             self._live_core().held.add(self._token)
             self._held, self._share = weakref.ref(self._share), None
         return tensor
 
+    def word(self, core: ClientCore) -> tuple[int, int]:
+        """Slot and generation of its share in the control memory of a connection (called by the client).
+
+        Raises:
+            LeaseReleased: after the release.
+            ValueError: it is of another client, or of a connection that was lost.
+        """
+        if self._live_core() is not core:
+            raise ValueError("the lease is of another client, or of a connection that was lost since")
+        return self._token >> 32, self._token & 0xFFFFFFFF
+
     def is_of(self, served: Served) -> None:
         """Say of which model it is, if not of the one that is served (called by the client)."""
         self._served = served
 
-    def release(self) -> None:
-        """The last read is done: the extent may be reused. Twice is harmless."""
-        core, self._core, self._share = self._core, None, None
+    def release(self, stream: Streams = None) -> None:
+        """The last read is done, or queued: the extent may be reused after it. Twice is harmless. Never waits.
+
+        Args:
+            stream: the CUDA stream, or several, on which it is read; by default the current one of its device. The
+                extent may be reused once all of them have done what is queued on them by now.
+
+        Raises:
+            CapturingError: a stream is being captured into a CUDA graph; the lease goes on.
+        """
+        core = self._core
         if core is not None and self._token not in core.held:
-            core.acknowledge(self._token)
+            core.acknowledge(self._token, stream)
+        self._core = self._share = None
+
+    def _bytes(self) -> torch.Tensor:
+        owner, offset, nbytes = self._owner(), self._grant.offset, self.nbytes
+        if isinstance(self._region, ReadOnlyRegion):
+            import torch
+
+            return torch.from_numpy(self._region.view(offset, nbytes, owner, writable_flag=True))
+        flat = self._region.tensor(offset, nbytes, owner)
+        self._live_core().in_streams.viewed(self._token, self._region)
+        return flat
 
     def _live_core(self) -> ClientCore:
         if self._core is None or self._token not in self._core.live:

@@ -16,7 +16,15 @@ from mmcache.records import LOOKUP_HEAD
 from mmcache.refs import SliceRef
 
 ANSWERS = frozenset(
-    {Kind.STATS_REPLY, Kind.LEASES_REPLY, Kind.LOOKUP_REPLY, Kind.PUT_REPLY, Kind.STAGE_PLACES, Kind.RELOADED}
+    {
+        Kind.STATS_REPLY,
+        Kind.LEASES_REPLY,
+        Kind.LOOKUP_REPLY,
+        Kind.PUT_REPLY,
+        Kind.STAGE_PLACES,
+        Kind.RELOADED,
+        Kind.FETCHED,
+    }
 )
 """Kinds of frames that answer an `Ask`."""
 

@@ -62,10 +62,14 @@ class Refused(Message):
 
 
 class PoolAdded(Message):
-    """A pool's memory; carries its descriptor. Sent before the first grant that names it."""
+    """A pool's memory; carries its descriptor. Sent before the first grant that names it.
+
+    `device`: UUID of the device that it is on; empty for host memory.
+    """
 
     pool_id: Uint32
     nbytes: Uint64
+    device: str = ""
 
 
 class PoolGone(Message):
@@ -193,6 +197,23 @@ class Recall(Message):
 
     request_id: Uint32
     positions: Positions
+
+
+class Fetch(Message):
+    """Ask for a copy of what a lease is on, for who cannot map its memory. The lease goes on."""
+
+    ask_id: Uint32
+    timeout_ms: Uint32
+    slot: Uint32
+    generation: Uint32
+
+
+class Fetched(Message):
+    """Carries a sealed memfd that begins with the bytes, or says why there is none."""
+
+    ask_id: Uint32
+    error: str = ""
+    reason: str = ""
 
 
 class Withdraw(Message):

@@ -33,6 +33,7 @@ GROUPS = {
         "asks",
         "client",
         "core",
+        "device_memory",
         "duplex",
         "encode_call",
         "handle",
@@ -44,6 +45,7 @@ GROUPS = {
         "planning",
         "pump",
         "refs",
+        "shares",
         "staging",
         "supplying",
         "turns",
@@ -78,8 +80,8 @@ ALLOWED = {
     "cli": {"client", "server", "config"},
 }
 
-EXCEPTIONS = {("mmcache.config", "encoder.source"), ("mmcache.config", "encoder.errors")}
-"""(importer, imported): a wrong `model` is a wrong setting; the check is free of torch and imported where it runs."""
+EXCEPTIONS = {("mmcache.config", name) for name in ("encoder.source", "encoder.errors", "ipc.devices")}
+"""(importer, imported): a wrong `model` or `device` is a wrong setting; the checks are free of torch."""
 
 # One home for each heavy dependency; a name maps to the only files that may import it.
 HOMES = {

@@ -8,6 +8,7 @@ import mmcache
 
 PUBLIC_SURFACE = [
     "AsyncClient",
+    "CapturingError",
     "CheckpointError",
     "Client",
     "ClientClosed",
@@ -16,6 +17,7 @@ PUBLIC_SURFACE = [
     "ContentKey",
     "ContentMismatch",
     "DeadlineExceeded",
+    "DeviceUnavailable",
     "EncodeError",
     "EncodeFailed",
     "Fingerprint",

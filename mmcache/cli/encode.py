@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from mmcache.cli.options import talks_to_sidecar
-from mmcache.client import connect
+from mmcache.client import Client, connect
 from mmcache.errors import ItemError
 from mmcache.lease import Lease
 
@@ -47,7 +47,7 @@ def encode(files: Sequence[str], out: Path | None, socket: Path | None, timeout:
             batch = files[start : start + BATCH]
             results: list[Any] = client.encode([_item(file) for file in batch], errors="return")
             for file, name, result in zip(batch, names[start:], results, strict=False):
-                origins[_report(file, name, result, out)] += 1
+                origins[_report(client, file, name, result, out)] += 1
     took_ms = (time.perf_counter() - started) * 1000
     counts = ", ".join(f"{count} {origin}" for origin, count in origins.items())
     click.echo(f"{len(files)} images in {took_ms:.0f} ms: {counts}", err=True)
@@ -74,7 +74,7 @@ def _out_names(files: Sequence[str]) -> list[tuple[str, bool]]:
     return [(stem, counts[stem] > 1) for stem in stems]
 
 
-def _report(file: str, name: tuple[str, bool], result: Lease | ItemError, out: Path | None) -> str:
+def _report(client: Client, file: str, name: tuple[str, bool], result: Lease | ItemError, out: Path | None) -> str:
     if isinstance(result, ItemError):
         click.echo(f"{file}  {type(result).__name__}: {result.reason}", err=True)
         return "failed"
@@ -83,11 +83,11 @@ def _report(file: str, name: tuple[str, bool], result: Lease | ItemError, out: P
         if out is not None:
             stem, is_shared = name
             suffix = f"-{str(lease.key)[:KEY_PREFIX]}" if is_shared else ""
-            _write(lease, file, out / f"{stem}{suffix}.safetensors")
+            _write(client, lease, file, out / f"{stem}{suffix}.safetensors")
         return lease.origin
 
 
-def _write(lease: Lease, source: str, path: Path) -> None:
+def _write(client: Client, lease: Lease, source: str, path: Path) -> None:
     """Write one embedding; the file appears whole or not at all."""
     from safetensors.torch import save
 
@@ -97,7 +97,8 @@ def _write(lease: Lease, source: str, path: Path) -> None:
         "fingerprint": str(lease.fingerprint),
         "grid_thw": ",".join(map(str, lease.grid_thw)),
     }
-    data = save({"embedding": lease.tensor}, metadata)
+    embedding = client.fetch(lease) if lease.is_on_device else lease.tensor  # a context would cost more than the copy
+    data = save({"embedding": embedding}, metadata)
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(data)

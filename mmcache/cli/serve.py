@@ -28,7 +28,7 @@ def _setting_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         default = field.default
         text = f"{field.description}"
         if field.default is not None and not field.is_required():
-            shown = readable_size(default) if name.endswith("_bytes") else default
+            shown = readable_size(default) if isinstance(default, int) and name.endswith("_bytes") else default
             text += f"  [default: {shown}]"
         flag = f"--{name.replace('_', '-')}"
         metavar = "SIZE" if name.endswith("_bytes") else name.upper().replace("_", "-")

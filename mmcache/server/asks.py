@@ -11,6 +11,7 @@ from mmcache.errors import ProtocolError
 from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
 from mmcache.protocol import Acknowledge, Bye, Cancel, Reload, StatsReply, StatsRequest
 from mmcache.server.calls import acknowledgements
+from mmcache.server.fetches import on_fetch
 from mmcache.server.leases_view import on_leases
 from mmcache.server.lookups import on_lookup
 from mmcache.server.offers import on_open, on_withdraw
@@ -84,6 +85,7 @@ HANDLERS: dict[int, Handler] = {
     Kind.LOOKUP: on_lookup,
     Kind.LEASES: on_leases,
     Kind.PUT: on_put,
+    Kind.FETCH: on_fetch,
     Kind.OPEN: on_open,
     Kind.STAGE: on_stage,
     Kind.STAGED: on_staged,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ipc.pool import ExtentState, Pool
+from ipc.pool import ExtentState
 
 if TYPE_CHECKING:
     from mmcache.server.coordinator import Coordinator
@@ -26,7 +26,7 @@ def _fault(check: Callable[[], None]) -> str | None:
 
 
 def _checks(home: Coordinator) -> Iterator[tuple[str, Callable[[], None]]]:
-    for pool in _pools(home):
+    for pool in home.pools.pools:
         yield f"pool {pool.pool_id}", pool.check
     for connection in home.connections:
         if connection.holder is not None:
@@ -37,19 +37,16 @@ def _checks(home: Coordinator) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "staging", home.staging.check
 
 
-def _pools(home: Coordinator) -> list[Pool]:
-    return [rank.pool for rank in (*home.ranks.ready, *home.pools.retired)]
-
-
 def _check_index(home: Coordinator) -> None:
     """Every entry is a cached extent of a living pool, filed under its key; no cached extent has no entry."""
     for key, extent in home.pools.index.items():
         assert extent.key == key, f"{extent!r} is filed under {key.hex()}"
         assert extent.state is ExtentState.CACHED, f"{extent!r} is in the index"
-        rank = home.pools.rank_of(extent)
-        assert rank is not None, f"{extent!r} is in the index, and its pool is gone"
-        assert rank.pool is extent.pool, f"{extent!r} is in the index, and another pool has its id"
-    num_cached = sum(extent.state is ExtentState.CACHED for rank in home.ranks.ready for extent in rank.pool.extents())
+        memory = home.pools.memories.get(extent.pool_id)
+        assert memory is not None, f"{extent!r} is in the index, and its pool is gone"
+        assert memory.pool is extent.pool, f"{extent!r} is in the index, and another pool has its id"
+        assert not memory.pool.is_retired, f"{extent!r} is in the index, and its pool is retired"
+    num_cached = sum(extent.state is ExtentState.CACHED for pool in home.pools.pools for extent in pool.extents())
     num_known = len(home.pools.index) + home.pools.num_to_discard
     assert len(home.pools.index) <= num_cached <= num_known, f"{num_cached} extents are cached, {num_known} are known"
 
@@ -61,7 +58,7 @@ def _check_shares(home: Coordinator) -> None:
         if (holder := connection.holder) is not None:
             kept.update(id(share.extent) for share in holder.shares())
             kept.update(id(offer.extent) for offer in holder.offers.open())
-    for pool in _pools(home):
+    for pool in home.pools.pools:
         for extent in pool.extents():
             num_kept = kept.pop(id(extent), 0)
             assert num_kept == extent.num_shares, f"{extent!r} is kept by {num_kept} shares and offers"

@@ -28,7 +28,7 @@ from mmcache.transport import peer_of, same_process, take_descriptors
 if TYPE_CHECKING:
     from mmcache.server.coordinator import Coordinator
     from mmcache.server.facts import ModelFacts
-    from mmcache.server.rank import Rank
+    from mmcache.server.pool_memory import PoolMemory
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +62,10 @@ class Connection:
         """Send a frame; after the close it is dropped."""
         self._channel.send(frame)
 
-    def add_pool(self, rank: Rank) -> None:
+    def add_pool(self, memory: PoolMemory) -> None:
         """Hand the client the memory of a pool."""
-        added = PoolAdded(pool_id=rank.pool_id, nbytes=rank.pool.bytes_total)
-        self.send(pack_frame(Kind.POOL_ADDED, added, fds=[rank.fd]))
+        added = PoolAdded(pool_id=memory.pool_id, nbytes=memory.nbytes, device=memory.device)
+        self.send(pack_frame(Kind.POOL_ADDED, added, fds=[memory.fd]))
 
     def drop_pool(self, pool_id: int) -> None:
         """Tell the client that no further grant will name the pool; those that do are sent before."""
@@ -168,8 +168,9 @@ class Connection:
         self.holder = Holder(ControlMemory.create(self.coordinator.settings.control_words), hello.name, self._pid)
         self._loop.add_reader(self._pidfd, self._on_death)
         self.send(pack_frame(Kind.WELCOME, self.coordinator.welcome(), fds=[self.holder.control.fd]))
-        for rank in self.coordinator.ranks.ready:
-            self.add_pool(rank)
+        for memory in self.coordinator.pools.memories.values():
+            if not memory.pool.is_retired:
+                self.add_pool(memory)
 
     def _refuse(self, error: ProtocolError) -> None:
         refused = Refused(error=type(error).__name__, reason=str(error))

@@ -30,6 +30,7 @@ from mmcache.server.ingest import Ingest
 from mmcache.server.lease_limit import LeaseLimit
 from mmcache.server.misses import MissPath
 from mmcache.server.offers import OpenOffers
+from mmcache.server.pool_memory import PoolMemory
 from mmcache.server.pools import Pools
 from mmcache.server.rank import Rank
 from mmcache.server.ranks import Ranks
@@ -65,8 +66,8 @@ class Coordinator:
         self.staging = StagingDesk(settings.staging_bytes, settings.staging_bytes_total)
         self.pools = Pools(self.offers.lost, self.staging.lost)
         self.ranks = Ranks(
-            self.poller, settings, seed, ingest, self.staging.fd_of, self._pool_added,
-            self._pool_lost, self.pools.evicted,
+            self.poller, settings, seed, ingest, self.staging.fd_of, self._rank_added,
+            self.pools.lose, self._pool_retired, self.pools.evicted,
         )  # fmt: skip
         self.staging.on_gone = self.ranks.unmap
         self.connections: set[Connection] = set()
@@ -244,17 +245,18 @@ class Coordinator:
 
         return late_error
 
-    def _pool_added(self, rank: Rank) -> None:
-        self.pools.add(rank)
-        for connection in list(self.connections):
-            if connection.is_open:
-                connection.add_pool(rank)
+    def _rank_added(self, rank: Rank) -> None:
+        assert rank.memory is not None, "it is warm"
+        if self.pools.add(rank, rank.memory):
+            for connection in list(self.connections):
+                if connection.is_open:
+                    connection.add_pool(rank.memory)
 
-    def _pool_lost(self, rank: Rank) -> None:
-        self.pools.lose(rank)
+    def _pool_retired(self, memory: PoolMemory) -> None:
+        self.pools.retire(memory)
         for connection in list(self.connections):
             if connection.is_open:
-                connection.drop_pool(rank.pool_id)
+                connection.drop_pool(memory.pool_id)
 
     def sweep(self) -> None:
         """End the leases that clients acknowledged, and give back pools that nobody reads any more."""

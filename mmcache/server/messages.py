@@ -65,13 +65,17 @@ class Drop(Message):
 
 
 class StartRank(Message):
-    """Load the model and make the pool. Carries the ingest region's descriptor."""
+    """Load the model and make the pool. Carries the ingest region's descriptor.
+
+    `has_pool`: carries the descriptor of device memory too, of `pool_bytes`, which a rank before this one left.
+    """
 
     model: str
     device: str
     dtype: str
     num_threads: int
     pool_bytes: int
+    has_pool: bool = False
     seed: int
     deterministic: bool = False
     known: dict[str, str] = {}
@@ -90,7 +94,13 @@ class ModelReport(Message):
 
 
 class RankReady(ModelReport):
-    """The model is loaded and warm. Carries the pool's descriptor, sealed."""
+    """The model is loaded and warm. Carries the pool's descriptor, if it was made, and not handed to this rank.
+
+    `device`: UUID of the device that the pool is on; empty for host memory, which is sealed.
+    """
+
+    pool_bytes: int
+    device: str = ""
 
 
 class Load(Message):
@@ -117,10 +127,11 @@ class Unload(Message):
 
 
 class StartFailed(Message):
-    """The rank cannot start; it ends after this."""
+    """The rank cannot start; it ends after this. `lost_pool`: because it cannot use the pool that it was handed."""
 
     error: str
     reason: str
+    lost_pool: bool = False
 
 
 class Claim(Message):
@@ -186,6 +197,15 @@ class Copy(Message):
     extent: int
     nbytes: int
     guard: bool = False
+
+
+class CopyOut(Message):
+    """Copy an extent of the rank's device memory into the ingest region; answered by `Copied`."""
+
+    copy_id: int
+    target: int
+    extent: int
+    nbytes: int
 
 
 class Copied(Message):

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ipc.pool import Extent
 from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, SliceGone
 from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.records import ORIGINS
 from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
+from mmcache.server.behind import WriteBehind
 from mmcache.server.decoders import Pixels, Supplied
 from mmcache.server.facts import ModelFacts
 from mmcache.server.flight import Flight, Waiter
 from mmcache.server.placing import AbandonedError, GaveWayError, Placing
-from mmcache.server.rank import Rank
 from mmcache.server.sources import SUPPLY_PATIENCE_S, blame, is_written, sizes
 from mmcache.server.staged import StagedPixels
 from mmcache.tiers.base import Entry
@@ -38,6 +38,7 @@ class MissPath:
         self._home = coordinator
         self._loop = asyncio.get_running_loop()
         self.placing = Placing(coordinator, self._spawn)
+        self.behind = WriteBehind(coordinator, partial(self._spawn, flights=()))
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -114,7 +115,7 @@ class MissPath:
         finally:
             ingest.free(part)
         # The rank died right after its answer, or the model changed.
-        if rank.pool.is_retired or fingerprint != self._home.fingerprint:
+        if extent.is_lost or fingerprint != self._home.fingerprint:
             rank.pool.abandon(extent)
             return False
         self._home.stats.hit_store += 1
@@ -216,30 +217,16 @@ class MissPath:
             rank.pool.abandon(extent)
             raise
         # The rank died, maybe right after its answer, or the model changed.
-        if seconds is None or rank.pool.is_retired or served.fingerprint != self._home.fingerprint:
+        if seconds is None or extent.is_lost or served.fingerprint != self._home.fingerprint:
             rank.pool.abandon(extent)
             return False
         self._home.stats.encoded += 1
         self._home.stats.encode_seconds += seconds
         if self._home.publish(flight, rank, extent, seconds, (tokens, *grid), ENCODED):
-            self.write_behind(rank, extent, (tokens, *grid))
+            self.behind.write(rank, extent, (tokens, *grid))
         if isinstance(pixels, StagedPixels):  # whoever needed it may have left
             pixels.slice.cached(rank.pool, self._home.pools.index[flight.key])
         return True
-
-    def write_behind(self, rank: Rank, extent: Extent, shape: tuple[int, ...]) -> None:
-        """Store what was published just now, later. `shape`: tokens, then the grid."""
-        assert extent.key is not None, "it was published"
-        rank.pool.pin(extent)
-        self._home.store.put_behind(
-            key=store_key(self._home.fingerprint, ContentKey(extent.key)),
-            shape=(shape[0], self._home.facts.dim),
-            dtype=self._home.facts.dtype,
-            grid_thw=(shape[1], shape[2], shape[3]),
-            encode_seconds=extent.cost_seconds,
-            payload=rank.payload(extent),
-            done=lambda: rank.pool.unpin(extent),
-        )
 
     def _spawn(self, work: Coroutine[object, object, None], flights: Sequence[Flight]) -> None:
         """Run a task. A fault of ours in it fails its flights at once instead of at their deadline."""

@@ -222,7 +222,7 @@ class Placing:
             for position, share in request.shares.items()
             if share.state in UNENDED
             and position not in request.staged
-            and self._home.pools.rank_of(cast("Extent", share.extent)) is not None
+            and self._home.pools.pool_of(cast("Extent", share.extent)) is not None
         ]
 
     def _recall(self, call: Call, found: Sequence[tuple[Request, Sequence[int]]]) -> None:

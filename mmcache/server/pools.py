@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 
-from ipc.pool import Extent, ExtentState
+from ipc.pool import Extent, ExtentState, Pool
 from mmcache.records import GRANT_EXTENT
+from mmcache.server.pool_memory import PoolMemory
 from mmcache.server.rank import Rank
 
 DISCARDS_A_TURN = 256
@@ -18,8 +19,9 @@ class Pools:
 
     Attributes:
         index: the extent of each content key that is cached, of the model that is served.
-        retired: dead ranks whose pools are still read.
-        num_past_evictions, num_past_batches: of ranks that are dead.
+        memories: all that are in use: those of the ranks, those left by dead ones, and those that are still read.
+        num_past_evictions: of memories that are gone.
+        num_past_batches: of ranks that are dead.
         num_to_discard: extents of a replaced model that still take room.
     """
 
@@ -28,7 +30,7 @@ class Pools:
         self._on_lost = on_lost
         self._index: dict[bytes, Extent] = {}
         self._ranks: dict[int, Rank] = {}
-        self.retired: list[Rank] = []
+        self.memories: dict[int, PoolMemory] = {}
         self.num_past_evictions = 0
         self.num_past_batches = 0
         self.num_to_discard = 0
@@ -41,6 +43,11 @@ class Pools:
     def get(self, key: bytes) -> Extent | None:
         """The extent in which a content key is cached."""
         return self._index.get(key)
+
+    def pool_of(self, extent: Extent) -> Pool | None:
+        """The pool that an extent is in, unless no rank goes on with it."""
+        memory = self.memories.get(extent.pool_id)
+        return None if memory is None or memory.pool.is_retired else memory.pool
 
     def rank_of(self, extent: Extent) -> Rank | None:
         """The living rank whose pool an extent is in."""
@@ -62,9 +69,9 @@ class Pools:
 
     def withdraw(self, extent: Extent) -> None:
         """Serve an embedding no more. Leases on it stay valid."""
-        if (rank := self.rank_of(extent)) is not None and extent.key and self._index.get(extent.key) is extent:
+        if extent.key is not None and self._index.get(extent.key) is extent:
             del self._index[extent.key]
-            rank.pool.discard(extent)
+            self.memories[extent.pool_id].pool.discard(extent)
             self._lost([extent])
 
     def withdraw_all(self) -> None:
@@ -73,18 +80,29 @@ class Pools:
         self.num_to_discard += len(old)
         self._discard(list(old.values()))
 
-    def add(self, rank: Rank) -> None:
-        """A rank takes work: its pool may be cached in."""
-        self._ranks[rank.pool_id] = rank
+    @property
+    def pools(self) -> list[Pool]:
+        """Every pool that is cached in or still read."""
+        return [memory.pool for memory in self.memories.values()]
+
+    def add(self, rank: Rank, memory: PoolMemory) -> bool:
+        """A rank takes work: its pool may be cached in. Whether the pool is new."""
+        self._ranks[memory.pool_id] = rank
+        is_new = memory.pool_id not in self.memories
+        self.memories[memory.pool_id] = memory
+        return is_new
 
     def lose(self, rank: Rank) -> None:
-        """A rank is dead: what it cached is found no more, and stays as long as it is leased."""
-        del self._ranks[rank.pool_id]
-        rank.pool.retire()
-        self._lost(rank.pool.extents())
-        self.retired.append(rank)
-        self.num_past_evictions += rank.pool.num_evictions
+        """A rank is dead."""
+        del self._ranks[rank.pool.pool_id]
         self.num_past_batches += rank.batcher.num_batches
+
+    def retire(self, memory: PoolMemory) -> None:
+        """No rank goes on with it: what is cached there is found no more, and stays as long as it is leased."""
+        memory.pool.retire()
+        self._lost(memory.pool.extents())
+        if memory.pool_id not in self.memories:  # its rank never took work
+            memory.close()
 
     def evicted(self, extent: Extent) -> None:
         """An extent made room for another, or its pool was retired."""
@@ -93,17 +111,17 @@ class Pools:
 
     def sweep(self) -> None:
         """Give back the memory of dead ranks that nobody reads any more."""
-        for rank in [rank for rank in self.retired if rank.pool.is_idle]:
-            self.retired.remove(rank)
-            rank.close_pool()
+        for memory in [memory for memory in self.memories.values() if memory.pool.is_retired and memory.pool.is_idle]:
+            del self.memories[memory.pool_id]
+            self.num_past_evictions += memory.pool.num_evictions
+            memory.close()
 
     def _discard(self, extents: list[Extent]) -> None:
         """Free the extents, a bounded number at once: the pool may evict the others meanwhile."""
         batch = extents[-DISCARDS_A_TURN:]
         for extent in batch:
-            rank = self._ranks.get(extent.pool_id)
-            if rank is not None and extent.state is ExtentState.CACHED:
-                rank.pool.discard(extent)
+            if extent.state is ExtentState.CACHED:
+                self.memories[extent.pool_id].pool.discard(extent)
         self._lost(batch)
         self.num_to_discard -= len(batch)
         del extents[-DISCARDS_A_TURN:]

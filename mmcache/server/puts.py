@@ -127,7 +127,7 @@ class _PutCall:
             except RankLostError:
                 num_tries += 1
                 continue
-            if not rank.pool.is_retired:  # else it died right after its answer
+            if not extent.is_lost:  # else it died right after its answer
                 return self._publish(rank, extent)
             num_tries += 1
         raise EncodeFailed("the ranks died while it was copied into their pools")
@@ -167,7 +167,7 @@ class _PutCall:
         if not self._home.pools.cache(put.key, rank, extent, seconds, (put.num_tokens, *put.grid)):
             return False
         self._home.stats.put += 1
-        self._home.misses.write_behind(rank, extent, (put.num_tokens, *put.grid))
+        self._home.misses.behind.write(rank, extent, (put.num_tokens, *put.grid))
         return True
 
     def _check_model(self) -> None:

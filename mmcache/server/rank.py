@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from encoder.sharding import CostModel
-from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion
 from ipc.pool import Extent, Pool
 from mmcache.config import Settings
 from mmcache.errors import MMCacheError, SidecarError
@@ -21,6 +20,7 @@ from mmcache.server.messages import (
     Compared,
     Copied,
     Copy,
+    CopyOut,
     Load,
     Loaded,
     MapRegion,
@@ -34,6 +34,7 @@ from mmcache.server.messages import (
     Unload,
     UnmapRegion,
 )
+from mmcache.server.pool_memory import PoolMemory
 from mmcache.transport import take_descriptors
 
 if TYPE_CHECKING:
@@ -49,17 +50,23 @@ class Rank:
         facts: the model that its process encodes with; None before it is warm.
         next: facts and costs of the model that its process has loaded beside that one, if any.
         is_ready: whether it takes work: it is warm, and its model is the one that is served.
+        memory: of its pool; None before it is warm, unless one was left to it.
+        has_lost_pool: whether it could not use what was left to it.
     """
 
-    def __init__(self, index: int, pool_id: int, ranks: Ranks, settings: Settings, ingest: Ingest) -> None:
+    def __init__(
+        self, index: int, pool_id: int, ranks: Ranks, settings: Settings, ingest: Ingest, left: PoolMemory | None
+    ) -> None:
+        """Start the process. `pool_id`: of the pool that it makes, if none was `left` by the rank before it."""
         self.index = index
-        self.pool_id = pool_id
+        self._pool_id = pool_id
+        self.memory = left
+        self.has_lost_pool = False
         self.cost = CostModel(0.0, 0.0, 0.0)
         self.facts: ModelFacts | None = None
         self.next: tuple[ModelFacts, CostModel] | None = None
         self.is_ready = False
         self.failure: MMCacheError | None = None
-        self.fd = -1
         self._ranks = ranks
         self._settings = settings
         self._model = ranks.model
@@ -70,18 +77,22 @@ class Rank:
         self._compares: dict[int, asyncio.Future[Compared]] = {}
         threads = max(1, len(os.sched_getaffinity(0)) // settings.ranks)
         start = StartRank(
-            model=self._model, device=settings.device, dtype=settings.dtype, num_threads=threads,
-            pool_bytes=settings.pool_bytes, seed=ranks.seed, deterministic=settings.deterministic,
-            known=ranks.digests.known,
+            model=self._model, device=ranks.device_of(index), dtype=settings.dtype, num_threads=threads,
+            pool_bytes=left.nbytes if left else settings.pool_bytes, has_pool=left is not None, seed=ranks.seed,
+            deterministic=settings.deterministic, known=ranks.digests.known,
         )  # fmt: skip
-        self.child = Child(ranks.poller, MODULE, self._on_frame, self._on_exit, {"OMP_NUM_THREADS": str(threads)})
-        self.child.send(pack_frame(Kind.START_RANK, start, fds=[ingest.region.fd]))
+        environ = {"OMP_NUM_THREADS": str(threads)}
+        if settings.deterministic:
+            environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        self.child = Child(ranks.poller, MODULE, self._on_frame, self._on_exit, environ)
+        self.child.send(pack_frame(Kind.START_RANK, start, fds=[ingest.region.fd, *([left.fd] if left else [])]))
         self.batcher = Batcher(self._send_run, settings.max_batch_patches)
 
-    def _adopt_pool(self, fd: int) -> None:
-        self.fd = fd
-        self.memory = ReadOnlyRegion.attach(fd, SEALS_READERS)
-        self.pool = Pool(self.pool_id, self.memory.nbytes, on_evict=self._ranks.on_evict)
+    @property
+    def pool(self) -> Pool:
+        """Its pool. It is warm."""
+        assert self.memory is not None, "a rank that is warm has a pool"
+        return self.memory.pool
 
     def load(self, model: str) -> asyncio.Future[None]:
         """Load a model beside the one in use, into `next`.
@@ -125,16 +136,16 @@ class Rank:
         self.child.send(pack_frame(Kind.COMPARE, compare))
         return done
 
-    def payload(self, extent: Extent) -> memoryview:
-        """The extent's bytes, read only. The caller keeps the extent pinned meanwhile."""
-        return self.memory.view(extent.offset, extent.nbytes).data
+    def copy_out(self, extent: Extent, target: int) -> asyncio.Future[bool]:
+        """Copy device memory into the ingest region. The caller keeps the extent pinned meanwhile.
 
-    def close_pool(self) -> None:
-        """The rank is dead and its last lease has ended: give the memory back, if it had any."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-            del self.memory
+        The future raises `RankLostError`.
+        """
+        self._last_job += 1
+        done = self._copies[self._last_job] = asyncio.get_running_loop().create_future()
+        copy = CopyOut(copy_id=self._last_job, target=target, extent=extent.offset, nbytes=extent.nbytes)
+        self.child.send(pack_frame(Kind.COPY_OUT, copy))
+        return done
 
     def unmap(self, region: int) -> None:
         """A staging region is gone."""
@@ -151,9 +162,11 @@ class Rank:
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == Kind.RANK_READY:
-            (fd,) = take_descriptors(frame, 1)
-            self._adopt_pool(fd)
-            self.facts, self.cost = self._described(self._model, parse(RankReady, frame))
+            ready = parse(RankReady, frame)
+            fds = take_descriptors(frame, 0 if self.memory else 1)
+            if self.memory is None:
+                self.memory = PoolMemory(self._pool_id, fds[0], ready.pool_bytes, ready.device, self._ranks.on_evict)
+            self.facts, self.cost = self._described(self._model, ready)
             self._ranks.on_ready(self)
             return
         close_all(frame.fds)
@@ -167,6 +180,7 @@ class Rank:
             self._compares.pop(compared.compare_id).set_result(compared)
         elif frame.kind == Kind.START_FAILED:
             failed = parse(StartFailed, frame)
+            self.has_lost_pool = failed.lost_pool
             self.failure = start_failure(self._settings, self._model, failed)
         elif frame.kind == Kind.LOADED:
             self._on_loaded(parse(Loaded, frame))

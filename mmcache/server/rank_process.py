@@ -14,15 +14,15 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from encoder.difference import difference
 from encoder.errors import EncoderError
 from encoder.model import Item, all_finite
 from encoder.source import resolve_model
-from ipc.memory_shm import ReadOnlyRegion, SharedRegion
+from ipc.errors import IpcError
 from mmcache.errors import ConfigError, ConnectionLost
 from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.server.children import connect_to_parent
@@ -31,6 +31,7 @@ from mmcache.server.messages import (
     Compared,
     Copied,
     Copy,
+    CopyOut,
     Load,
     Loaded,
     MapRegion,
@@ -42,6 +43,7 @@ from mmcache.server.messages import (
     UnmapRegion,
     pixels_shape,
 )
+from mmcache.server.rank_memory import DeviceIngest, PoolTensor, check_device, open_ingest, open_pool, use_device
 from mmcache.server.rank_model import RankModel, load_model
 from mmcache.server.rank_staging import StagedReader
 from mmcache.server.reasons import FAILURES, reason_of
@@ -53,27 +55,27 @@ class Rank:
 
     def __init__(self, channel: BlockingChannel) -> None:
         frame = channel.receive()
-        start = parse(StartRank, frame)
-        (fd,) = take_descriptors(frame, 1)
-        self._ingest = ReadOnlyRegion.attach(fd)
-        os.close(fd)
+        self._start = start = parse(StartRank, frame)
+        ingest_fd, *pool_fds = take_descriptors(frame, 1 + start.has_pool)
+        self._device = torch.device(start.device)
+        use_device(self._device)
+        self._ingest = open_ingest(ingest_fd, self._device)
         self._channel = channel
         self._sending = threading.Lock()
-        self._start = start
         self._staged = StagedReader(start.seed)
         self._batches: queue.SimpleQueue[Run | Compare | UnmapRegion | RankModel | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()  # None: a model was dropped
         torch.set_num_threads(start.num_threads)
         self._dtype: torch.dtype = getattr(torch, start.dtype)
+        self._pool = self._opened(pool_fds)
         self._model = load_model(start, start.model, start.known)
         self._next: RankModel | None = None
-        self._pool = SharedRegion.create("mmcache-pool", start.pool_bytes)
-        self._pool.seal_for_readers()
 
     def announce(self) -> None:
         """Say that batches are welcome."""
-        ready = RankReady(**dict(self._model.report))
-        self._send(pack_frame(Kind.RANK_READY, ready, fds=[self._pool.fd]))
+        pool = self._pool
+        ready = RankReady(**dict(self._model.report), pool_bytes=pool.nbytes, device=pool.uuid)
+        self._send(pack_frame(Kind.RANK_READY, ready, fds=[] if self._start.has_pool else [pool.fd]))
 
     def serve(self) -> None:
         """Until the sidecar closes the channel."""
@@ -91,7 +93,16 @@ class Rank:
                 self._send(pack_frame(Kind.RAN, self._run(work)))
             del work  # a model that was replaced must not live on until the next batch
 
+    def _opened(self, fds: Sequence[int]) -> PoolTensor:
+        try:
+            return open_pool(self._device, self._start.pool_bytes, fds[0] if fds else None)
+        except IpcError as error:
+            if not fds:
+                raise
+            raise LostPoolError(f"the pool that the rank before this one left: {error}") from error
+
     def _read(self) -> None:
+        use_device(self._device)
         try:
             while True:
                 self._handle(self._channel.receive())
@@ -121,17 +132,22 @@ class Rank:
             self._loads.put(None)
         elif frame.kind == Kind.COPY:
             copy = parse(Copy, frame)
-            source = self._ingest.view(copy.source, copy.nbytes)
-            np.copyto(self._pool.array(copy.extent, copy.nbytes), source)
+            self._ingest.copy_to(copy.source, self._pool.tensor(copy.extent, copy.nbytes))
             finite = not copy.guard or self._is_finite(copy.extent, copy.nbytes)
             self._send(pack_frame(Kind.COPIED, Copied(copy_id=copy.copy_id, finite=finite)))
+        elif frame.kind == Kind.COPY_OUT:
+            copy_out = parse(CopyOut, frame)
+            assert isinstance(self._ingest, DeviceIngest), "host memory is read in place"
+            self._ingest.copy_from(self._pool.tensor(copy_out.extent, copy_out.nbytes), copy_out.target)
+            self._send(pack_frame(Kind.COPIED, Copied(copy_id=copy_out.copy_id)))
 
     def _load_each(self) -> None:
         torch.set_num_threads(self._start.num_threads)
+        use_device(self._device)
         with contextlib.suppress(ConnectionLost):
             while True:
                 if (load := self._loads.get()) is None:
-                    _return_memory()
+                    _return_memory(self._device)
                 else:
                     self._send(pack_frame(Kind.LOADED, self._load(load)))
 
@@ -158,6 +174,7 @@ class Rank:
             outs = [self._out(run.extents[place], run.num_tokens[place]) for place in good]
             found = dict(zip(good, self._model.encoder.encode([items[place] for place in good], outs), strict=True))
         except FAILURES as error:
+            check_device(self._device)  # a device that is lost to this process ends it, and is another's
             return Ran(batch_id=run.batch_id, seconds=0.0, error=reason_of(error))
         finite = [found.get(place, False) for place in places]
         false_claims = [place for place in places if place not in items]
@@ -180,12 +197,12 @@ class Rank:
 
     def _out(self, extent: int, num_tokens: int) -> torch.Tensor:
         dim = self._model.encoder.config.text_width
-        array = self._pool.array(extent, num_tokens * dim * self._dtype.itemsize)
-        return torch.from_numpy(array).view(self._dtype).view(num_tokens, dim)
+        flat = self._pool.tensor(extent, num_tokens * dim * self._dtype.itemsize)
+        return flat.view(self._dtype).view(num_tokens, dim)
 
     def _is_finite(self, extent: int, nbytes: int) -> bool:
         """The guard over an extent's values, whatever the model's width: another one may take its turn meanwhile."""
-        (finite,) = all_finite([torch.from_numpy(self._pool.array(extent, nbytes)).view(self._dtype)])
+        (finite,) = all_finite([self._pool.tensor(extent, nbytes).view(self._dtype)])
         return finite
 
     def _send(self, frame: OutgoingFrame) -> None:
@@ -193,8 +210,14 @@ class Rank:
             self._channel.send(frame)
 
 
-def _return_memory() -> None:
-    """Give what a dropped model leaves back to the system: the allocator of the C library keeps it for itself."""
+class LostPoolError(IpcError):
+    """The pool that this rank was handed is of no use to it."""
+
+
+def _return_memory(device: torch.device) -> None:
+    """Give what a dropped model leaves back to the system and the device: allocators keep it for themselves."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
@@ -214,7 +237,8 @@ def _started(channel: BlockingChannel) -> Rank:
     except ConnectionLost:
         raise
     except FAILURES as error:
-        failed = StartFailed(error=type(error).__name__, reason=reason_of(error))
+        lost_pool = isinstance(error, LostPoolError)
+        failed = StartFailed(error=type(error).__name__, reason=reason_of(error), lost_pool=lost_pool)
         channel.send(pack_frame(Kind.START_FAILED, failed))
         sys.exit(1)
     return rank

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from ipc.devices import num_devices
 from ipc.pool import Extent
 from mmcache.config import Settings
 from mmcache.errors import CheckpointError, MMCacheError, SidecarError
@@ -14,6 +15,7 @@ from mmcache.server.children import restart_delay_s
 from mmcache.server.digests import DigestCache
 from mmcache.server.facts import ModelFacts
 from mmcache.server.ingest import Ingest
+from mmcache.server.pool_memory import PoolMemory
 from mmcache.server.rank import Rank
 from mmcache.server.state import StateFolder
 
@@ -26,7 +28,8 @@ LOAD_TIMEOUT_S = 600.0
 
 
 class Ranks:
-    """All ranks. `on_added` and `on_lost` tell the coordinator of pools, `on_evict` of extents that left a pool.
+    """All ranks. `on_added` and `on_lost` tell the coordinator of ranks, `on_retired` of a pool that no rank can go on
+    with, `on_evict` of extents that left a pool.
 
     Attributes:
         seed: of content keys.
@@ -44,6 +47,7 @@ class Ranks:
         region_fd: Callable[[int], int | None],
         on_added: Callable[[Rank], None],
         on_lost: Callable[[Rank], None],
+        on_retired: Callable[[PoolMemory], None],
         on_evict: Callable[[Extent], None],
     ) -> None:
         self.poller = poller
@@ -53,9 +57,12 @@ class Ranks:
         self._ingest = ingest
         self._on_added = on_added
         self._on_lost = on_lost
+        self._on_retired = on_retired
         self.on_evict = on_evict
         self._loop = asyncio.get_running_loop()
         self._slots: list[Rank | None] = [None] * settings.ranks
+        self._left: list[PoolMemory | None] = [None] * settings.ranks
+        self._num_devices = num_devices() if settings.device == "cuda" else 0
         self._incarnations = [0] * settings.ranks
         self._deaths_in_a_row = [0] * settings.ranks
         self._started: asyncio.Future[None] = self._loop.create_future()
@@ -95,6 +102,10 @@ class Ranks:
         self._stopping = True
         await asyncio.gather(*(rank.child.stop(timeout_s) for rank in self._living()))
 
+    def device_of(self, index: int) -> str:
+        """What a rank calls the device that it runs on. More ranks than devices share them."""
+        return f"cuda:{index % self._num_devices}" if self._num_devices else "cpu"
+
     def unmap(self, region: int) -> None:
         """A staging region is gone."""
         for rank in self._living():
@@ -106,7 +117,7 @@ class Ranks:
         self._incarnations[index] += 1
         pool_id = self._incarnations[index] << 8 | index
         try:
-            self._slots[index] = Rank(index, pool_id, self, self._settings, self._ingest)
+            self._slots[index] = Rank(index, pool_id, self, self._settings, self._ingest, self._left[index])
         except OSError as error:
             self._restart(index, f"its process cannot be started: {error.strerror}")
 
@@ -222,11 +233,15 @@ class Ranks:
     def on_exit(self, rank: Rank, reason: str) -> None:
         """A rank is dead: its pool has lost its writer; a new one is started."""
         self._slots[rank.index] = None
+        memory = rank.memory
+        if memory is not None:
+            self._left[rank.index] = memory if memory.outlives_its_rank and not rank.has_lost_pool else None
+            memory.lose_writer()
         if rank.is_ready:
             rank.is_ready = False
             self._on_lost(rank)
-        else:
-            rank.close_pool()
+        if memory is not None and self._left[rank.index] is None:
+            self._on_retired(memory)
         if not self._stopping:
             self._restart(rank.index, str(rank.failure or reason), rank.failure)
 

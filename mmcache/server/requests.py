@@ -195,8 +195,8 @@ class Request:
     def _end_slice(self, position: int, extent: Extent) -> None:
         """A position that named a staged slice has its embedding."""
         if (staged := self.slices.pop(position, None)) is not None:
-            if (rank := self.connection.coordinator.pools.rank_of(extent)) is not None:
-                staged.cached(rank.pool, extent)
+            if (pool := self.connection.coordinator.pools.pool_of(extent)) is not None:
+                staged.cached(pool, extent)
             staged.ended(None)
 
     def _expire(self) -> None:

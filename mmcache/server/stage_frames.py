@@ -143,7 +143,7 @@ def claim_slices(request: Request, misses: list[int]) -> list[int]:
         else:
             with contextlib.suppress(KeyError):
                 extent = home.pools.index[key]
-                if (rank := home.pools.rank_of(extent)) is not None:
-                    staged.cached(rank.pool, extent)
+                if (pool := home.pools.pool_of(extent)) is not None:
+                    staged.cached(pool, extent)
             staged.ended(None)
     return [position for position in misses if position in missed]

@@ -41,6 +41,7 @@ class Stats:
     room_waits: int = 0
     recalls: int = 0
     gave_way: int = 0
+    fetched: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     started_s: float = field(default_factory=time.monotonic)
 
@@ -51,7 +52,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
     holders = [connection.holder for connection in coordinator.connections if connection.holder is not None]
     quarantined = [holder for holder in holders if holder.state is HolderState.QUARANTINED]
     ranks = coordinator.ranks
-    pools = [rank.pool for rank in (*ranks.ready, *coordinator.pools.retired)]
+    pools = coordinator.pools.pools
     return {
         "version": __version__,
         "pid": os.getpid(),
@@ -70,6 +71,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "joined": stats.joined,
             "encoded": stats.encoded,
             "put": stats.put,
+            "fetched": stats.fetched,
             "failed": stats.errors.total(),
         },
         "errors": dict(sorted(stats.errors.items())),
@@ -85,11 +87,11 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "strays": sum(holder.num_strays for holder in holders),
         },
         "pool": {
-            "bytes_total": sum(rank.pool.bytes_total for rank in ranks.ready),
-            "bytes_used": sum(rank.pool.bytes_used for rank in ranks.ready),
+            "bytes_total": sum(pool.bytes_total for pool in pools if not pool.is_retired),
+            "bytes_used": sum(pool.bytes_used for pool in pools if not pool.is_retired),
             "bytes_leased": sum(pool.bytes_leased for pool in pools),
-            "entries": sum(rank.pool.num_extents for rank in ranks.ready),
-            "evictions": coordinator.pools.num_past_evictions + sum(rank.pool.num_evictions for rank in ranks.ready),
+            "entries": sum(pool.num_extents for pool in pools if not pool.is_retired),
+            "evictions": coordinator.pools.num_past_evictions + sum(pool.num_evictions for pool in pools),
             "room_waits": stats.room_waits,
             "recalls": stats.recalls,
         },

@@ -72,6 +72,15 @@ class TieredStore:
         self._hasher = Threads(1, "mmcache-checksum")
         self._is_closing = False
 
+    @property
+    def has_tiers(self) -> bool:
+        """Whether anything is written at all."""
+        return bool(self._tiers)
+
+    def count_dropped(self) -> None:
+        """An embedding could not be given to `put_behind`."""
+        self._events["dropped"] += 1
+
     async def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """What the tiers know of each key, None for a miss. A tier that is late or failing is a counted miss."""
         found: list[Entry | None] = [None] * len(keys)

@@ -24,16 +24,13 @@ class Home:
 
     def __init__(self) -> None:
         self.pool = Pool(1, 1 << 16, on_evict=lambda _: None)
-        self.rank = SimpleNamespace(pool=self.pool)
         self.holder = Holder(ControlMemory.create(64), "engine", 7)
-        self.ranks = SimpleNamespace(ready=[self.rank])
-        self.pools = self
-        self.retired: list[Any] = []
+        self.memories = {1: SimpleNamespace(pool=self.pool)}
+        self.pools = SimpleNamespace(pools=[self.pool], memories=self.memories, num_to_discard=0, index={})
         self.connections = [SimpleNamespace(holder=self.holder), SimpleNamespace(holder=None)]
         self.ingest = Ingest(1 << 16)
         self.staging = StagingDesk(1 << 16, 1 << 16)
-        self.num_to_discard = 0
-        self.index = {bytes([number]) * 16: self.entry(bytes([number]) * 16) for number in range(3)}
+        self.pools.index = self.index = {bytes([number]) * 16: self.entry(bytes([number]) * 16) for number in range(3)}
         first, second, self.third = self.index.values()
         self.holder.grant(first)
         self.holder.offer(second, 2)
@@ -43,9 +40,6 @@ class Home:
         assert extent is not None
         self.pool.publish(extent, key, 1.0, b"")
         return extent
-
-    def rank_of(self, extent: Extent) -> Any:
-        return self.rank if extent.pool_id == 1 else None
 
     def lose_an_entry(self) -> None:
         del self.index[bytes([2]) * 16]
@@ -88,7 +82,7 @@ def test_extents_of_a_replaced_model_are_no_problem() -> None:
     """They are given up a few at a time, and found by nobody meanwhile."""
     home: Any = Home()
     home.lose_an_entry()
-    home.num_to_discard = 1
+    home.pools.num_to_discard = 1
     assert problems(home) == []
 
 

@@ -70,11 +70,11 @@ def test_pool_is_rounded_up_to_the_page() -> None:
     ("flags", "message"),
     [
         ({"pool_bytes": "12XB"}, r"pool_bytes = '12XB' \(flag --pool-bytes\): must be a size such as 512MiB"),
-        ({"pool_bytes": "1KiB"}, r"pool_bytes = '1KiB' \(flag --pool-bytes\): must be a size from 1MiB"),
+        ({"pool_bytes": "1KiB"}, r"pool_bytes = '1KiB' \(flag --pool-bytes\): must be auto or a size from 1MiB"),
         ({"ranks": "0"}, r"ranks = '0' \(flag --ranks\): must be auto or a whole number, 1 to 64"),
         ({"ranks": "many"}, "must be auto or a whole number"),
         ({"ranks": True}, "not a truth value"),
-        ({"device": "cuda"}, r"device = 'cuda' \(flag --device\): cuda is not available yet"),
+        ({"device": "cuda"}, r"device = 'cuda' \(flag --device\): no CUDA device is visible"),
         ({"device": "tpu"}, "must be auto, cpu or cuda"),
         ({"dtype": "float16"}, "must be auto, float32 or bfloat16"),
         ({"store": "redis://host:1"}, "redis:// is not available yet"),

@@ -33,7 +33,7 @@ def serve(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     [
         (["--pool-bytes", "lots"], {}, ["pool_bytes", "flag --pool-bytes", "512MiB"]),
         ([], {"MMCACHE_RANKS": "0"}, ["ranks", "variable MMCACHE_RANKS", "1 to 64"]),
-        (["--device", "cuda"], {}, ["device", "flag --device", "not available yet"]),
+        (["--device", "cuda"], {"CUDA_VISIBLE_DEVICES": ""}, ["device", "flag --device", "no CUDA device is visible"]),
         (["--store", "redis://localhost"], {}, ["store", "flag --store", "not available yet"]),
         (["--model", "nope"], {}, ["model", "flag --model", "moonvit-tiny, kimi-k2.5"]),
         (["--store", "ftp://x/y"], {}, ["store", "unknown kind"]),

@@ -1,0 +1,155 @@
+"""A client's half of device memory: mapped at the first look at it, acknowledged in stream order.
+
+Nothing here is imported, and nothing of CUDA loaded, before a lease on device memory is read.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from ipc.errors import IpcError
+from mmcache.errors import CapturingError, DeviceUnavailable
+
+if TYPE_CHECKING:
+    import torch
+
+    from ipc.control import ControlMemory
+    from ipc.control_cuda import StreamAcknowledger
+    from ipc.memory_cuda import DeviceReader
+
+Streams: TypeAlias = "torch.cuda.Stream | Sequence[torch.cuda.Stream] | None"
+
+
+class DeviceMemory:
+    """The memory of a pool on a CUDA device, read only.
+
+    Attributes:
+        nbytes: its size.
+        uuid: names the device that it is on.
+    """
+
+    def __init__(self, fd: int, nbytes: int, uuid: str) -> None:
+        """`fd` stays the caller's."""
+        self.nbytes = nbytes
+        self.uuid = uuid
+        self._fd = os.dup(fd)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._lock = threading.Lock()
+        self._reader: DeviceReader | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """This process's name of the device that it is mapped on. Raises `DeviceUnavailable`."""
+        return self._mapped().device
+
+    def tensor(self, offset: int, nbytes: int, owner: object) -> torch.Tensor:
+        """The bytes, uint8 `[nbytes]`, whose storage keeps mapping and `owner` alive. Raises `DeviceUnavailable`."""
+        return self._mapped().tensor(offset, nbytes, owner)
+
+    def _mapped(self) -> DeviceReader:
+        if self._reader is None:
+            with self._lock:
+                if self._reader is None:
+                    self._reader = self._attached()
+                    self._close()
+        return self._reader
+
+    def _attached(self) -> DeviceReader:
+        try:
+            from ipc.memory_cuda import DeviceReader
+        except ModuleNotFoundError as error:
+            raise DeviceUnavailable(f"{error}: install mmcache[gpu], or use client.fetch") from None
+        try:
+            return DeviceReader.attach(self._fd, self.nbytes, self.uuid)
+        except IpcError as error:
+            raise DeviceUnavailable(f"{error}; client.fetch copies it to the host") from error
+
+
+class StreamAcknowledgements:
+    """The shares of one connection that were read on a device: they end when the streams that read them get there.
+
+    Attributes:
+        reads: of each live share that has a view, the memory, and the streams that were named with it.
+    """
+
+    def __init__(self, control: ControlMemory) -> None:
+        self._control = control
+        self._acknowledger: StreamAcknowledger | None = None
+        self._lock = threading.Lock()
+        self.reads: dict[int, tuple[DeviceMemory, tuple[torch.cuda.Stream, ...]]] = {}
+        self._in_stream: set[int] = set()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """How acknowledgements were made: by `stream_writes`, or by a thread that waits (`fallbacks`)."""
+        made = self._acknowledger
+        return {
+            "stream_writes": 0 if made is None else made.num_stream_writes,
+            "fallbacks": 0 if made is None else made.num_fallbacks,
+        }
+
+    def viewed(self, token: int, memory: DeviceMemory, streams: Streams = None) -> None:
+        """A share has a view, which is read on the streams that are current when it ends, and on these."""
+        known = self.reads.get(token, (memory, ()))[1]
+        self.reads[token] = (memory, (*known, *listed(streams)))
+
+    def acknowledge(self, token: int, streams: Streams, claim: Callable[[], bool], unclaim: Callable[[], None]) -> None:
+        """End a share once its streams, and those given here or else the current one, have done what is queued on them.
+
+        `claim` says whether it is this call's to end, `unclaim` that it goes on after all.
+
+        Raises:
+            CapturingError: one of the streams is being captured into a graph; nothing has changed.
+        """
+        memory, named = self.reads[token]
+        wanted = [*named, *(listed(streams) or (current_stream(memory.device),))]
+        made = self._made(memory.device)
+        if not claim():
+            return
+        try:
+            made.acknowledge(token >> 32, token & 0xFFFFFFFF, list(dict.fromkeys(wanted)))
+        except IpcError as error:
+            unclaim()
+            raise CapturingError(str(error)) from error
+        self.reads.pop(token, None)
+        with self._lock:
+            self._forget_done()
+            self._in_stream.add(token)
+
+    def pending(self) -> list[int]:
+        """Shares whose streams are not there yet."""
+        with self._lock:
+            self._forget_done()
+            return list(self._in_stream)
+
+    def _forget_done(self) -> None:
+        # A slot's later generation is higher: the coordinator grants it anew only after it has seen the one before.
+        read = self._control.read
+        self._in_stream = {token for token in self._in_stream if (read(token >> 32) - token) & 0xFFFFFFFF >= 1 << 31}
+
+    def _made(self, device: torch.device) -> StreamAcknowledger:
+        if self._acknowledger is None:
+            with self._lock:
+                if self._acknowledger is None:
+                    from ipc.control_cuda import StreamAcknowledger
+
+                    self._acknowledger = StreamAcknowledger(self._control, device)
+        return self._acknowledger
+
+
+def listed(streams: Streams) -> tuple[torch.cuda.Stream, ...]:
+    """One stream, several or none, as several."""
+    if streams is None:
+        return ()
+    return tuple(streams) if isinstance(streams, Sequence) else (streams,)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """What this thread queues work on."""
+    import torch
+
+    return torch.cuda.current_stream(device)

@@ -1,0 +1,318 @@
+"""A sidecar on CUDA: embeddings in device memory, which clients read in place and which outlives its rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mmcache
+from encoder.model import Encoder
+from tests.mmcache.gpu_clients import bytes_used, run_client, sidecar_on_cuda, start_client
+from tests.mmcache.support import SidecarProcess, eventually, image
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def cuda_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess]:
+    with sidecar_on_cuda(tmp_path_factory.mktemp("cuda")) as sidecar:
+        yield sidecar
+        assert sidecar.stats()["leases"]["active"] == 0, "a test leaked leases"
+
+
+@pytest.fixture
+def client(cuda_sidecar: SidecarProcess) -> Iterator[mmcache.Client]:
+    with cuda_sidecar.connect() as client:
+        yield client
+    eventually(lambda: cuda_sidecar.stats()["leases"]["active"] == 0, "every lease ends")
+    with cuda_sidecar.connect() as client:
+        assert client.leases(check=True)["problems"] == []
+
+
+def rank_pid(client: mmcache.Client) -> int:
+    (pid,) = client.stats()["ranks"]["pids"]
+    return int(pid)
+
+
+def busy(stream: torch.cuda.Stream, seconds: float = 0.5) -> None:
+    """Queue work of about that long."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(int(seconds * 1.9e9))
+
+
+def encoded_here(seed: int, device: str) -> torch.Tensor:
+    encoder = Encoder.load("moonvit-tiny", device=device)
+    out = torch.empty(6, encoder.config.text_width, device=device)
+    assert encoder.encode([image(seed)], [out]) == [True]
+    return out
+
+
+def test_embeddings_are_on_the_device_and_right(client: mmcache.Client) -> None:
+    (lease,) = client.encode([image(1)])
+    assert (lease.origin, lease.is_on_device) == ("encoded", True)
+    tensor = lease.tensor
+    assert (tensor.device.type, tensor.shape) == ("cuda", (6, lease.dim))
+    torch.testing.assert_close(tensor, encoded_here(1, "cuda"), rtol=0, atol=0)
+    torch.testing.assert_close(client.fetch(lease), tensor.cpu(), rtol=0, atol=0)
+    with pytest.raises(TypeError, match="CUDA"):
+        lease.numpy()
+    (again,) = client.encode([image(1)])
+    assert again.origin == "pool"
+    assert again.tensor.data_ptr() == tensor.data_ptr(), "in place"
+    again.release()
+    lease.release()
+    stats = client.stats()
+    assert (stats["device"], stats["items"]["fetched"]) == ("cuda", 1)
+
+
+def test_a_put_is_read_on_the_device(client: mmcache.Client) -> None:
+    key = client.key(b"made elsewhere")
+    rows = torch.randn(4, client.dim)
+    assert client.put(key, rows, (1, 4, 4))
+    (lease,) = client.encode([None], keys=[key])
+    assert torch.equal(lease.tensor.cpu(), rows)
+    lease.release()
+    with pytest.raises(mmcache.NonFiniteEmbedding):
+        client.put(client.key(b"another"), torch.full((4, client.dim), torch.nan), (1, 4, 4))
+
+
+def test_a_release_waits_for_the_stream(client: mmcache.Client) -> None:
+    stream = torch.cuda.Stream()
+    (lease,) = client.encode([image(2)])
+    with torch.cuda.stream(stream):
+        total = lease.tensor.sum()
+    busy(stream)
+    lease.release(stream)
+    assert lease.is_released
+    assert client.stats()["leases"]["active"] == 1, "it is still being read, for all the sidecar knows"
+    stream.synchronize()
+    assert client.stats()["leases"]["active"] == 0
+    assert total.isfinite()
+
+
+def test_a_release_waits_for_all_of_several(client: mmcache.Client) -> None:
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    (lease,) = client.encode([image(2)])
+    _ = lease.tensor
+    busy(streams[2])
+    lease.release(streams)
+    assert client.stats()["leases"]["active"] == 1
+    torch.cuda.synchronize()
+    assert client.stats()["leases"]["active"] == 0
+
+
+def test_an_unread_lease_ends_at_once(client: mmcache.Client) -> None:
+    busy(torch.cuda.current_stream())
+    (lease,) = client.encode([image(2)])
+    lease.release()
+    assert client.stats()["leases"]["active"] == 0
+    torch.cuda.synchronize()
+
+
+def test_what_is_held_ends_in_stream_order(client: mmcache.Client) -> None:
+    stream = torch.cuda.Stream()
+    (lease,) = client.encode([image(2)])
+    tensor = lease.hold(stream)
+    lease.release()
+    assert client.stats()["leases"]["active"] == 1
+    part = tensor[1:3]
+    del tensor
+    busy(stream)
+    del part
+    assert client.stats()["leases"]["active"] == 1
+    stream.synchronize()
+    assert client.stats()["leases"]["active"] == 0
+
+
+def test_close_ends_leases_in_stream_order(cuda_sidecar: SidecarProcess, client: mmcache.Client) -> None:
+    other = cuda_sidecar.connect()
+    (read,) = other.encode([image(2)])
+    (unread,) = other.encode([image(3)])
+    _ = read.tensor
+    busy(torch.cuda.current_stream())
+    other.close()
+    assert read.is_released
+    assert unread.is_released
+    assert client.stats()["leases"]["active"] == 1, "the one that is read goes on until the stream is there"
+    torch.cuda.synchronize()
+    eventually(lambda: client.stats()["leases"]["active"] == 0, "the closed connection's lease ends")
+
+
+def test_a_release_in_a_capture_is_refused(client: mmcache.Client) -> None:
+    (lease,) = client.encode([image(2)])
+    tensor = lease.tensor
+    out = torch.zeros_like(tensor)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(tensor)
+        with pytest.raises(mmcache.MMCacheError, match="captur"):
+            lease.release()
+    assert not lease.is_released
+    graph.replay()
+    assert torch.equal(out, tensor)
+    lease.release()
+    torch.cuda.synchronize()
+
+
+def test_a_client_that_writes_dies_alone(cuda_sidecar: SidecarProcess, client: mmcache.Client) -> None:
+    (lease,) = client.encode([image(4)])
+    before = lease.tensor.clone()
+    done = run_client(
+        cuda_sidecar,
+        "(lease,) = client.encode([image(4)])\nlease.tensor.zero_()\ntorch.cuda.synchronize()\nprint('written')",
+    )
+    assert done.returncode != 0
+    assert "written" not in done.stdout
+    assert torch.equal(lease.tensor, before)
+    assert client.encode([image(4)])[0].origin == "pool"
+    assert client.stats()["ranks"]["restarts"] == 0
+    lease.release()
+
+
+def test_other_numbering_of_devices(cuda_sidecar: SidecarProcess, client: mmcache.Client) -> None:
+    client.encode([image(5)])[0].release()
+    uuid = torch.cuda.get_device_properties(0).uuid
+    code = "(lease,) = client.encode([image(5)]); print(lease.tensor.device, float(lease.tensor.sum()))"
+    plain, named = run_client(cuda_sidecar, code), run_client(cuda_sidecar, code, CUDA_VISIBLE_DEVICES=f"GPU-{uuid}")
+    assert plain.stdout == named.stdout != ""
+
+
+def test_without_the_device_a_copy_can_be_fetched(cuda_sidecar: SidecarProcess, client: mmcache.Client) -> None:
+    (lease,) = client.encode([image(5)])
+    before = client.stats()["items"]["fetched"]
+    code = """
+(lease,) = client.encode([image(5)])
+try:
+    lease.tensor
+except mmcache.DeviceUnavailable as error:
+    print(error)
+print(float(client.fetch(lease).double().sum()))
+lease.release()
+"""
+    done = run_client(cuda_sidecar, code, CUDA_VISIBLE_DEVICES="")
+    message, total = done.stdout.splitlines()
+    assert "no CUDA device" in message
+    assert float(total) == float(lease.tensor.cpu().double().sum())
+    assert client.stats()["items"]["fetched"] == before + 1
+    lease.release()
+
+
+def test_staged_pixels(client: mmcache.Client) -> None:
+    ref = client.stage(image(6))
+    staged, plain = client.encode([ref, image(6)])
+    assert (staged.key, plain.key) == (client.key(image(6)),) * 2
+    assert torch.equal(staged.tensor, encoded_here(6, "cuda"))
+    for lease in (staged, plain):
+        lease.release()
+
+
+def test_device_tensors_are_staged_with_one_copy(client: mmcache.Client) -> None:
+    pixels = torch.from_numpy(image(7)).cuda()
+    ref = client.stage(pixels)
+    (lease,) = client.encode([ref])
+    assert str(lease.key) == str(client.key(image(7)))
+    assert torch.equal(lease.tensor, encoded_here(7, "cuda"))
+    lease.release()
+
+
+def test_from_the_store_after_a_restart(tmp_path: Path) -> None:
+    with sidecar_on_cuda(tmp_path, store="auto") as sidecar, sidecar.connect() as client:
+        (lease,) = client.encode([image(1)])
+        expected = lease.tensor.cpu()
+        lease.release()
+        eventually(lambda: client.stats()["store"]["written"] == 1, "it is stored")
+    with sidecar_on_cuda(tmp_path, store="auto") as sidecar, sidecar.connect() as client:
+        (lease,) = client.encode([image(1)])
+        assert lease.origin == "store"
+        assert torch.equal(lease.tensor.cpu(), expected)
+        lease.release()
+
+
+def test_verification_on_the_device(tmp_path: Path) -> None:
+    with sidecar_on_cuda(tmp_path, verify_sample="1") as sidecar, sidecar.connect() as client:
+        for _ in range(3):
+            client.encode([image(1)])[0].release()
+        eventually(lambda: client.stats()["verify"]["matched"] >= 1, "a hit was encoded again")
+        assert client.stats()["verify"]["mismatched"] == 0
+
+
+READ_ON = """
+expected = torch.from_numpy(np.load(sys.argv[2])).cuda()
+(lease,) = client.encode([image(1)])
+wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+num = 0
+print("reading", flush=True)
+while not __import__("os").path.exists(sys.argv[3]):
+    with client.encode([image(1)])[0] as other:
+        assert other.origin == "pool", other.origin
+        wrong += (other.tensor != expected).sum() + (lease.tensor != expected).sum()
+    num += 1
+lease.release()
+print(num, int(wrong), flush=True)
+"""
+
+
+def test_a_killed_rank_goes_on_with_the_pool_that_it_left(tmp_path: Path) -> None:
+    with sidecar_on_cuda(tmp_path, pool_bytes="2GiB") as sidecar, sidecar.connect() as client:
+        (lease,) = client.encode([image(1)])
+        others = client.encode([image(seed) for seed in range(2, 12)])
+        expected = [other.tensor.clone() for other in others]
+        np.save(tmp_path / "expected.npy", lease.tensor.cpu().numpy())
+        paths = [str(tmp_path / "expected.npy"), str(tmp_path / "stop")]
+        readers = [start_client(sidecar, READ_ON, tmp_path / f"reader{index}", *paths) for index in range(4)]
+        outs = [tmp_path / f"reader{index}.out" for index in range(4)]
+        eventually(lambda: all("reading" in out.read_text() for out in outs), "they read", 60)
+        before, pid = bytes_used(), rank_pid(client)
+        for _ in range(3):
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda: client.stats()["ranks"]["ready"] == 0, "it is dead")
+            assert client.encode([image(5)])[0].origin == "pool", "without a rank"
+            eventually(lambda: client.stats()["ranks"]["ready"] == 1, "it is replaced", 60)
+            assert rank_pid(client) != pid
+            pid = rank_pid(client)
+            for other, tensor in zip(others, expected, strict=True):
+                assert torch.equal(other.tensor, tensor)
+            assert [one.origin for one in client.encode([image(seed) for seed in range(1, 12)])] == ["pool"] * 11
+            (new,) = client.encode([image(100 + pid)])
+            assert new.origin == "encoded", "the new rank writes there"
+            assert bool(new.tensor.isfinite().all())
+            assert bytes_used() < before + (1 << 30), "no second pool"
+        (tmp_path / "stop").touch()
+        for reader, out in zip(readers, outs, strict=True):
+            assert reader.wait(60) == 0, out.with_suffix(".err").read_text()
+            num, wrong = map(int, out.read_text().splitlines()[1].split())
+            assert num > 10
+            assert wrong == 0
+        stats = client.stats()
+        assert (stats["ranks"]["restarts"], stats["pool"]["entries"]) == (3, 14)
+        assert client.leases(check=True)["problems"] == []
+
+
+def test_memory_is_given_back(tmp_path: Path) -> None:
+    torch.cuda.init()
+    before = bytes_used()
+    with sidecar_on_cuda(tmp_path, pool_bytes="4GiB") as sidecar, sidecar.connect() as client:
+        (lease,) = client.encode([image(1)])
+        tensor, expected = lease.tensor, lease.tensor.clone()
+        assert bytes_used() >= before + (4 << 30)
+        sidecar.kill()
+        time.sleep(1.0)
+        assert torch.equal(tensor, expected), "it is read on"
+        del tensor
+        lease.release()
+    torch.cuda.synchronize()
+    eventually(lambda: bytes_used() < before + (1 << 30), "the last mapping is gone, and so is the memory")
+
+
+def test_the_coordinator_has_no_driver(cuda_sidecar: SidecarProcess) -> None:
+    maps = Path(f"/proc/{cuda_sidecar.pid}/maps").read_text()
+    assert "libcuda" not in maps
+    assert "libtorch" not in maps

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion, SharedRegion
-from mmcache.device_memory import DeviceMemory
+from mmcache.device_memory import DeviceMemory, LockedPages
 from mmcache.errors import ITEM_ERRORS, ItemError, ProtocolError
 from mmcache.framing import Frame, Kind, Message, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.keys import KeyHasher
@@ -53,7 +53,7 @@ class ClientCore(Shares):
     Attributes:
         outbox: frames to send, in order.
         served: the model that is served, as far as was heard.
-        staging: this client's region for pixels, once it has one.
+        staging: this client's region for pixels, once it has one; locked: its pages, if it comes from a device.
         supply: what is done about bytes that are asked for: `prepare` in any thread, then `supplied`.
     """
 
@@ -64,6 +64,7 @@ class ClientCore(Shares):
         self.outbox: deque[OutgoingFrame] = deque()
         self.served = Served(welcome.fingerprint, welcome.dtype, welcome.dim, welcome.processor)
         self.staging: SharedRegion | None = None
+        self.locked: LockedPages | None = None
         self.supply: Callable[[ClientCore, Supplying], None] = supply_now
         self._pools: dict[int, ReadOnlyRegion | DeviceMemory] = {}
         self._pending: dict[int, Pending] = {}
@@ -185,6 +186,7 @@ class ClientCore(Shares):
     def forget_pools(self) -> None:
         """No grant will come any more: each pool is unmapped when its last lease and view are gone."""
         self._pools.clear()
+        self.locked = None
         if self.staging is not None:
             self.staging.close()
 

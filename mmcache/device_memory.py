@@ -6,6 +6,7 @@ Nothing here is imported, and nothing of CUDA loaded, before a lease on device m
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +16,9 @@ from ipc.errors import IpcError
 from mmcache.errors import CapturingError, DeviceUnavailable
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from ipc.control import ControlMemory
     from ipc.control_cuda import StreamAcknowledger
@@ -153,3 +156,46 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     import torch
 
     return torch.cuda.current_stream(device)
+
+
+class LockedPages:
+    """Memory that devices copy to at full speed, for as long as this lives. Where it cannot be locked, they are slower.
+
+    Attributes:
+        is_locked: whether it is.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        import torch
+
+        self.is_locked = int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0
+        if self.is_locked:
+            weakref.finalize(self, _unlock, memory).atexit = False
+
+
+def _unlock(memory: NDArray[np.uint8]) -> None:
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+
+
+def is_on_device(item: object) -> bool:
+    """Whether it is a dense tensor on a CUDA device."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(item, torch.Tensor):
+        return False
+    return bool(item.device.type == "cuda" and item.layout is torch.strided and not item.is_nested)
+
+
+def stand_in(item: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and type here, never written or read: it takes addresses and no memory."""
+    import torch
+
+    return torch.empty(item.shape, dtype=item.dtype)
+
+
+def copy_to_host(item: torch.Tensor, place: NDArray[np.uint8]) -> None:
+    """Copy a tensor's values after what is queued on the current stream of its device; complete on return."""
+    import torch
+
+    torch.from_numpy(place).view(item.dtype).view(item.shape).copy_(item.detach())

@@ -245,7 +245,12 @@ class StagePlaces(Message):
 
 
 class Staged(Message):
-    """The pixels are in place. Body: tokens. No reply."""
+    """The pixels are in place. Body: tokens; with `has_keys` the key behind each that had none in its STAGE. No reply.
+
+    Pixels that come from a device are hashed where they were put, so that they are copied once.
+    """
+
+    has_keys: bool = False
 
 
 class Put(Message):

@@ -62,6 +62,12 @@ OPEN_HEAD = struct.Struct("<I")
 TOKEN = struct.Struct("<Q")
 """What a slice is called in a reference: of an offer of shares, or of a staged slice. Not to be guessed."""
 
+STAGED_KEY = struct.Struct("<Q16s")
+"""Token of a staged slice, and its key, where it was hashed only there."""
+
+NO_KEY = bytes(KEY_BYTES)
+"""In a `STAGE`, of what is not hashed yet."""
+
 LOOKUP_HEAD = struct.Struct("<I")
 """Start of a `LOOKUP` body: ask id; then keys. Of its reply: ask id; then a byte a key: 0, or 1 + its origin's code."""
 
@@ -116,6 +122,20 @@ def parse_tokens(frame: Frame, start: int = 0) -> list[int]:
     if rest or not 1 <= num_tokens <= MAX_ITEMS:
         raise ProtocolError(f"{len(frame.body)} bytes of body are not 1 to {MAX_ITEMS} tokens")
     return [token for (token,) in TOKEN.iter_unpack(frame.body[start:])]
+
+
+def parse_staged(frame: Frame, has_keys: bool) -> list[tuple[int, bytes]]:
+    """Tokens of a `STAGED`, each with its key, or `NO_KEY`.
+
+    Raises:
+        ProtocolError: too many, or not whole ones.
+    """
+    if not has_keys:
+        return [(token, NO_KEY) for token in parse_tokens(frame)]
+    num_tokens, rest = divmod(len(frame.body), STAGED_KEY.size)
+    if rest or not 1 <= num_tokens <= MAX_ITEMS:
+        raise ProtocolError(f"{len(frame.body)} bytes of body are not 1 to {MAX_ITEMS} tokens with their keys")
+    return list(STAGED_KEY.iter_unpack(frame.body))
 
 
 def parse_lookup(frame: Frame) -> tuple[int, list[bytes]]:

@@ -13,14 +13,16 @@ from ipc.errors import OutOfBounds
 from ipc.memory_shm import round_up
 from mmcache.asks import Question, Start
 from mmcache.core import ClientCore
+from mmcache.device_memory import LockedPages, copy_to_host, is_on_device, stand_in
 from mmcache.encode_call import sidecar_time_s
 from mmcache.errors import ITEM_ERRORS, ConnectionLost, ItemError, ProtocolError, StagingExhausted, UnsupportedItem
 from mmcache.framing import Frame, Kind, parse
+from mmcache.keys import ContentKey
 from mmcache.media import ARRAY, ArrayHeader, Media, describe
 from mmcache.patches import PatchHeader, describe_patches
 from mmcache.pending import Ask
 from mmcache.protocol import MAX_STAGED, Stage, Staged, StagePlaces
-from mmcache.records import MAX_CONSUMERS, milliseconds
+from mmcache.records import MAX_CONSUMERS, MAX_ITEMS, NO_KEY, STAGED_KEY, milliseconds
 from mmcache.refs import StagedRef
 
 
@@ -42,12 +44,17 @@ class StageCall:
         self._core = core
         self._consumers = consumers
         limit = core.welcome.max_item_bytes
+        self._on_device = {index: item for index, item in enumerate(items) if is_on_device(item)}
+        here = [stand_in(item) if index in self._on_device else item for index, item in enumerate(items)]
         if grids is None:
-            self._media = [_describe_pixels(item, index, limit) for index, item in enumerate(items)]
+            self._media = [_describe_pixels(item, index, limit) for index, item in enumerate(here)]
         else:
-            pairs = zip(items, grids, strict=True)
+            pairs = zip(here, grids, strict=True)
             self._media = [describe_patches(item, grid, index, limit) for index, (item, grid) in enumerate(pairs)]
-        self._keys = [core.hasher.key(media.kind, media.header, media.raw) for media in self._media]
+        self._keys = [
+            ContentKey(NO_KEY) if index in self._on_device else core.hasher.key(media.kind, media.header, media.raw)
+            for index, media in enumerate(self._media)
+        ]
         self._places: list[tuple[int, int]] = []
 
     def questions(self) -> Iterator[Start[None]]:
@@ -80,18 +87,29 @@ class StageCall:
         region = self._core.staging
         if region is None and self._places:
             raise ProtocolError("there is no staging region to write to")
-        for media, (_, offset) in zip(self._media, self._places, strict=True):
+        if self._on_device and self._core.locked is None and region is not None:
+            self._core.locked = LockedPages(region.array(0, region.nbytes))
+        for index, (media, (_, offset)) in enumerate(zip(self._media, self._places, strict=True)):
             assert region is not None, "it was checked"
             try:
                 place = region.array(offset, media.nbytes)
             except OutOfBounds as error:
                 raise ConnectionLost(f"the staging region went with its connection: {error}") from error
-            np.copyto(place, np.frombuffer(media.raw, np.uint8))
+            if index in self._on_device:  # one copy: the key is of what arrived
+                copy_to_host(self._on_device[index], place)
+                self._keys[index] = self._core.hasher.key(media.kind, media.header, place.data)
+            else:
+                np.copyto(place, np.frombuffer(media.raw, np.uint8))
 
     def complete(self) -> list[StagedRef]:
         """Say that the pixels are there."""
         tokens = [token for token, _ in self._places]
-        self._core.tell_tokens(Kind.STAGED, Staged(), tokens)
+        if self._on_device:
+            said = list(map(STAGED_KEY.pack, tokens, self._keys))
+            for start in range(0, len(said), MAX_ITEMS):
+                self._core.tell(Kind.STAGED, Staged(has_keys=True), b"".join(said[start : start + MAX_ITEMS]))
+        else:
+            self._core.tell_tokens(Kind.STAGED, Staged(), tokens)
         return [
             StagedRef(token, str(key), _shape(media), media.nbytes)
             for token, key, media in zip(tokens, self._keys, self._media, strict=True)

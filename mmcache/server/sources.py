@@ -6,7 +6,7 @@ import asyncio
 
 from encoder.errors import ImageError
 from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
-from mmcache.errors import ItemError, SliceGone, UnsupportedItem
+from mmcache.errors import ContentMismatch, ItemError, SliceGone, UnsupportedItem
 from mmcache.server.decoders import Pixels
 from mmcache.server.facts import ModelFacts
 from mmcache.server.flight import Flight
@@ -30,15 +30,24 @@ async def is_written(flight: Flight, staged: StagedSlice) -> bool:
     if staged.is_over:
         blame(flight, staged, SliceGone(OVER))
         return False
+    if staged.key != flight.key:  # it was hashed after it was named
+        error = ContentMismatch("the staged pixels do not hash to the key that they were named with")
+        blame(flight, staged, error, is_theirs=True)
+        return False
     first = flight.first()
     return first is not None and first[0].slices.get(first[1]) is staged
 
 
-def blame(flight: Flight, staged: StagedSlice, error: ItemError) -> None:
-    """Whoever named a slice that is not what it claims to be gets the error; others go on waiting."""
+def blame(flight: Flight, staged: StagedSlice, error: ItemError, *, is_theirs: bool = False) -> None:
+    """Whoever named a slice that is not what it claims to be gets the error; others go on waiting.
+
+    `is_theirs`: the slice is right, and what they called it is wrong; it goes on.
+    """
     for request, position in list(flight.waiters):
         if request.slices.get(position) is staged:
             flight.leave(request, position)
+            if is_theirs:
+                request.slices.pop(position).ended(None)
             request.fail(position, error)
 
 

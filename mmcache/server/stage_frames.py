@@ -11,7 +11,7 @@ from ipc.staging import Staged as Slice
 from mmcache.errors import EncodeFailed, ItemError, ProtocolError, SliceGone, TooManyRequests
 from mmcache.framing import Frame, Kind, pack_frame, parse
 from mmcache.protocol import Stage, Staged, StagePlaces
-from mmcache.records import KEY_BYTES, parse_tokens
+from mmcache.records import KEY_BYTES, parse_staged
 from mmcache.server.staged_headers import checked_header
 from mmcache.server.staging_area import StagingArea
 
@@ -118,10 +118,10 @@ class _Placing:
 
 def on_staged(connection: Connection, _: Holder, frame: Frame) -> None:
     """STAGED: the client has written them. What is over meanwhile is ignored."""
-    parse(Staged, frame)
-    for token in parse_tokens(frame):
+    has_keys = parse(Staged, frame).has_keys
+    for token, key in parse_staged(frame, has_keys):
         if (staged := connection.coordinator.staging.own(connection, token)) is not None:
-            staged.written()
+            staged.written(key)
 
 
 def claim_slices(request: Request, misses: list[int]) -> list[int]:

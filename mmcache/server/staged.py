@@ -20,6 +20,7 @@ from mmcache.errors import (
     SliceGone,
     TooManyLeases,
 )
+from mmcache.records import NO_KEY
 from mmcache.server.messages import Claim
 from mmcache.server.staged_headers import staged_grid
 
@@ -101,13 +102,20 @@ class StagedSlice:
         if self.staged.state in (StagedState.STAGED, StagedState.READING):
             self.staged.claim()
 
-    def written(self) -> None:
-        """Its client wrote all of it."""
+    @property
+    def has_key(self) -> bool:
+        """Whether its client has hashed it by now."""
+        return self.key != NO_KEY
+
+    def written(self, key: bytes = NO_KEY) -> None:
+        """Its client wrote all of it, and hashed it now, if it had not before."""
         if self.staged.state is not StagedState.WRITING:
             return
         if self._why:
             self.end(self._why)
             return
+        if not self.has_key:
+            self.key = key
         self.staged.complete()
         for _ in range(self._num_claimed):
             self.staged.claim()
@@ -115,7 +123,12 @@ class StagedSlice:
         self._settle()
 
     def cached(self, pool: Pool, extent: Extent) -> None:
-        """Its key has an embedding: nobody needs the bytes, and the embedding is kept for who comes later."""
+        """Its key has an embedding: nobody needs the bytes, and the embedding is kept for who comes later.
+
+        Nothing happens if it is not known yet whether this is its key.
+        """
+        if extent.key != self.key:
+            return
         self._is_cached = True
         if self.kept is None and not self._why and self.num_to_come:
             pool.pin(extent)

@@ -79,7 +79,7 @@ class StagingDesk:
             SliceGone: it is over, or not one of that key and namespace.
         """
         staged = self._slices.get(token)
-        if staged is None or staged.key != key or staged.area.namespace != namespace:
+        if staged is None or (staged.has_key and staged.key != key) or staged.area.namespace != namespace:
             raise SliceGone(OVER)
         staged.claim()
         return staged

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from ipc.memory_shm import ReadOnlyRegion
+from mmcache.device_memory import DeviceMemory
 from mmcache.errors import CapturingError, LeaseReleased
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.records import ORIGINS, Grant
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from mmcache.core import ClientCore
-    from mmcache.device_memory import DeviceMemory, Streams
+    from mmcache.device_memory import Streams
 
 
 class Served(NamedTuple):
@@ -75,7 +76,7 @@ class Lease:
         self.offer = 0
         self.is_given = False
         self._served = served
-        self._region = region
+        self._region: ReadOnlyRegion | DeviceMemory | None = region
         self._record = record  # a `Grant` when it is looked at: most leases are asked for little, and there are many
         self._share: Share | None = None  # made with the first view
         self._held: weakref.ref[Share] | None = None
@@ -140,7 +141,8 @@ class Lease:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether its memory is that of a CUDA device."""
+        """Whether its memory is that of a CUDA device. Raises `LeaseReleased` after the release."""
+        self._live_core()
         return not isinstance(self._region, ReadOnlyRegion)
 
     @property
@@ -170,9 +172,10 @@ class Lease:
             LeaseReleased: after the release.
             TypeError: it is on a CUDA device.
         """
+        owner = self._owner()
         if not isinstance(self._region, ReadOnlyRegion):
             raise TypeError("the embedding is on a CUDA device: use `.tensor.cpu()`, or `client.fetch` without one")
-        view = self._region.view(self._grant.offset, self.nbytes, self._owner())
+        view = self._region.view(self._grant.offset, self.nbytes, owner)
         if self.dtype == "bfloat16":
             wide = view.view(np.uint16).astype(np.uint32)
             wide <<= 16
@@ -196,7 +199,7 @@ class Lease:
             DeviceUnavailable: as for `tensor`.
         """
         tensor = self.tensor
-        if not isinstance(self._region, ReadOnlyRegion):
+        if isinstance(self._region, DeviceMemory):
             self._live_core().in_streams.viewed(self._token, self._region, stream)
         if self._share is not None:
             self._live_core().held.add(self._token)
@@ -231,7 +234,7 @@ class Lease:
         core = self._core
         if core is not None and self._token not in core.held:
             core.acknowledge(self._token, stream)
-        self._core = self._share = None
+        self._core = self._share = self._region = None  # a pool that is gone is unmapped with its last lease
 
     def _bytes(self) -> torch.Tensor:
         owner, offset, nbytes = self._owner(), self._grant.offset, self.nbytes
@@ -239,6 +242,7 @@ class Lease:
             import torch
 
             return torch.from_numpy(self._region.view(offset, nbytes, owner, writable_flag=True))
+        assert self._region is not None, "it was not released"
         flat = self._region.tensor(offset, nbytes, owner)
         self._live_core().in_streams.viewed(self._token, self._region)
         return flat

@@ -306,6 +306,8 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
         sidecar.kill()
         time.sleep(1.0)
         assert torch.equal(tensor, expected), "it is read on"
+        with pytest.raises(mmcache.ConnectionLost):
+            client.stats()
         del tensor
         lease.release()
     torch.cuda.synchronize()

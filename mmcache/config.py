@@ -2,111 +2,19 @@
 
 from __future__ import annotations
 
-import mmap
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from ipc.devices import num_devices
+from mmcache import config_rules as rules
 from mmcache.paths import check_socket
 from mmcache.sizes import parse_size
 
-STORE_FILE = "embeddings.lmdb"
-
-_FUTURE_STORES = ("redis", "rediss", "redis+sentinel", "redis+cluster")
-
-
-def _page_rounded(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _no_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("must be a number, not a truth value")
-    return value
-
-
-def _resolve_device(value: object) -> object:
-    if value == "cuda":
-        if not num_devices():
-            raise ValueError("no CUDA device is visible to this process: use auto or cpu, or see CUDA_VISIBLE_DEVICES")
-        if not _has_driver_api():
-            raise ValueError("cuda needs the package cuda-bindings: install mmcache[gpu]")
-    if value == "auto":
-        return "cuda" if num_devices() and _has_driver_api() else "cpu"
-    return value
-
-
-def _has_driver_api() -> bool:
-    try:
-        return find_spec("cuda.bindings") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def _resolve_ranks(value: object, info: ValidationInfo) -> object:
-    if value == "auto":
-        return num_devices() if info.data.get("device") == "cuda" else 2
-    return _no_bool(value)
-
-
-def _resolve_pool_bytes(value: object, info: ValidationInfo) -> object:
-    if value == "auto":
-        return 4 << 30 if info.data.get("device") == "cuda" else 256 << 20
-    return value
-
-
-def _resolve_dtype(value: object, info: ValidationInfo) -> object:
-    if value == "auto":
-        return "bfloat16" if info.data.get("device") == "cuda" else "float32"
-    return value
-
-
-def _resolve_store(value: object, info: ValidationInfo) -> object:
-    if value == "auto" and "state" in info.data:
-        return (info.data["state"] / STORE_FILE).as_uri()
-    return value
-
-
-def _check_store(value: str) -> str:
-    if value in {"none", "auto"}:  # still "auto" only when the state folder is wrong, and that error is shown
-        return value
-    scheme, _, rest = value.partition("://")
-    if rest and scheme in _FUTURE_STORES:
-        raise ValueError(f"a store of kind {scheme}:// is not available yet: use file:///PATH or none")
-    if not rest or scheme != "file":
-        raise ValueError("unknown kind of store: must be auto, none or file:///PATH")
-    url = urlsplit(value)
-    if url.netloc or url.query or url.fragment or unquote(url.path).endswith("/") or "\0" in unquote(url.path):
-        raise ValueError("a file store is file:///PATH: three slashes, an absolute path of a file, no host")
-    return value
-
-
-def _check_model(value: str) -> str:
-    from encoder.errors import CheckpointError
-    from encoder.source import resolve_model
-
-    try:
-        resolve_model(value)
-    except CheckpointError as error:
-        raise ValueError(str(error)) from None
-    return value
-
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
-def _absolute(path: Path) -> Path:
-    return path.expanduser().absolute()
-
-
 Size = Annotated[int, BeforeValidator(parse_size)]
-PageSize = Annotated[Size, AfterValidator(_page_rounded)]
-Number = Annotated[int, BeforeValidator(_no_bool)]
+PageSize = Annotated[Size, AfterValidator(rules.page_rounded)]
+Number = Annotated[int, BeforeValidator(rules.no_bool)]
 
 
 def _setting(description: str, rule: str, default: Any = ..., **bounds: Any) -> Any:
@@ -122,28 +30,28 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    model: Annotated[str, AfterValidator(_check_model)] = _setting(
+    model: Annotated[str, AfterValidator(rules.check_model)] = _setting(
         "a checkpoint folder, or a preset with random weights: moonvit-tiny, kimi-k2.5",
         "a preset's name or a folder",
         "moonvit-tiny",
         min_length=1,
     )
-    device: Annotated[Literal["cpu", "cuda"], BeforeValidator(_resolve_device)] = _setting(
+    device: Annotated[Literal["cpu", "cuda"], BeforeValidator(rules.resolve_device)] = _setting(
         "where the encoder runs: auto, cpu or cuda", "auto, cpu or cuda", "auto"
     )
-    ranks: Annotated[int, BeforeValidator(_resolve_ranks)] = _setting(
+    ranks: Annotated[int, BeforeValidator(rules.resolve_ranks)] = _setting(
         "encoder processes: auto (2 on a CPU, one a CUDA device) or a number",
         "auto or a whole number, 1 to 64",
         "auto",
         ge=1,
         le=64,
     )
-    dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_resolve_dtype)] = _setting(
+    dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(rules.resolve_dtype)] = _setting(
         "of the encoder and its embeddings: auto (float32 on a CPU, bfloat16 on CUDA), float32 or bfloat16",
         "auto, float32 or bfloat16",
         "auto",
     )
-    pool_bytes: Annotated[PageSize, BeforeValidator(_resolve_pool_bytes)] = _setting(
+    pool_bytes: Annotated[PageSize, BeforeValidator(rules.resolve_pool_bytes)] = _setting(
         "memory for embeddings, per rank, fixed and touched at start, rounded up to the page: auto (256MiB of host "
         "memory, or 4GiB of a CUDA device) or a size",
         "auto or a size from 1MiB to 64TiB",
@@ -158,12 +66,12 @@ class Settings(BaseModel):
         ge=1 << 20,
         le=64 << 40,
     )
-    state: Annotated[Path, AfterValidator(_absolute)] = _setting(
+    state: Annotated[Path, AfterValidator(rules.absolute)] = _setting(
         "folder of the key seed and the default store [default: $XDG_STATE_HOME/mmcache or ~/.local/state/mmcache]",
         "a folder",
     )
-    store: Annotated[str, AfterValidator(_check_store), BeforeValidator(_resolve_store)] = _setting(
-        f"where embeddings outlive the sidecar: auto ({STORE_FILE} in the state folder), none or file:///PATH",
+    store: Annotated[str, AfterValidator(rules.check_store), BeforeValidator(rules.resolve_store)] = _setting(
+        f"where embeddings outlive the sidecar: auto ({rules.STORE_FILE} in the state folder), none or file:///PATH",
         "auto, none or file:///PATH",
         "auto",
     )
@@ -196,7 +104,7 @@ class Settings(BaseModel):
         ge=1 << 20,
         le=64 << 40,
     )
-    lease_limit_s: Annotated[float, BeforeValidator(_no_bool)] = _setting(
+    lease_limit_s: Annotated[float, BeforeValidator(rules.no_bool)] = _setting(
         "a lease held for longer, in seconds, meets the lease-limit-action; 0 for no limit",
         "a number, 0 to 86400",
         0.0,
@@ -204,7 +112,7 @@ class Settings(BaseModel):
         le=86400,
         allow_inf_nan=False,
     )
-    lease_limit_action: Annotated[Literal["quarantine", "kill"], BeforeValidator(_lower)] = _setting(
+    lease_limit_action: Annotated[Literal["quarantine", "kill"], BeforeValidator(rules.lower)] = _setting(
         "quarantine counts and lists the lease, kill ends its process", "quarantine or kill", "quarantine"
     )
     max_item_bytes: Size = _setting(
@@ -222,7 +130,7 @@ class Settings(BaseModel):
         "exif or ignore",
         "exif",
     )
-    decode_timeout_s: Annotated[float, BeforeValidator(_no_bool)] = _setting(
+    decode_timeout_s: Annotated[float, BeforeValidator(rules.no_bool)] = _setting(
         "longest that decoding one picture may take, in seconds; the decoder is replaced then",
         "a number, 0.1 to 3600",
         10.0,
@@ -249,7 +157,27 @@ class Settings(BaseModel):
         ge=4,
         le=1 << 20,
     )
-    drain_timeout_s: Annotated[float, BeforeValidator(_no_bool)] = _setting(
+    max_patches_per_second: Number = _setting(
+        "most patches that a rank begins to encode in a second, on the mean, for the good of an engine on its device; "
+        "0 for no limit",
+        "a whole number, 0 to 1000000000",
+        0,
+        ge=0,
+        le=1_000_000_000,
+    )
+    device_bytes: Size = _setting(
+        "most memory of a CUDA device that a rank takes for weights and activations, beside its pool; 0 for no limit",
+        "a size from 0 to 64TiB",
+        0,
+        ge=0,
+        le=64 << 40,
+    )
+    stream_priority: Annotated[Literal["low", "high"], BeforeValidator(rules.lower)] = _setting(
+        "of a rank's work on a CUDA device, against that of other processes under MPS: low or high",
+        "low or high",
+        "low",
+    )
+    drain_timeout_s: Annotated[float, BeforeValidator(rules.no_bool)] = _setting(
         "longest wait for running requests and store writes at shutdown, in seconds",
         "a number, 0 to 3600",
         10.0,
@@ -271,7 +199,7 @@ class Settings(BaseModel):
         ge=0,
         le=64 << 40,
     )
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = _setting(
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(rules.lower)] = _setting(
         "least severe messages shown: debug, info, warning or error", "debug, info, warning or error", "info"
     )
 

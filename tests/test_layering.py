@@ -21,7 +21,7 @@ LEAVES = {"_version", "paths", "sizes"}
 # A part of mmcache is a subpackage, or a group of modules. Every part may import itself, errors and the leaves.
 GROUPS = {
     "protocol": {"framing", "protocol", "records", "transport"},
-    "config": {"config", "config_sources"},
+    "config": {"config", "config_rules", "config_sources"},
     "media": {"media", "patches", "array_checks"},
     "client": {
         "__init__",
@@ -80,7 +80,7 @@ ALLOWED = {
     "cli": {"client", "server", "config"},
 }
 
-EXCEPTIONS = {("mmcache.config", name) for name in ("encoder.source", "encoder.errors", "ipc.devices")}
+EXCEPTIONS = {("mmcache.config_rules", name) for name in ("encoder.source", "encoder.errors", "ipc.devices")}
 """(importer, imported): a wrong `model` or `device` is a wrong setting; the checks are free of torch."""
 
 # One home for each heavy dependency; a name maps to the only files that may import it.

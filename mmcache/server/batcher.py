@@ -1,4 +1,7 @@
-"""Packs what is ready for a rank into microbatches under a patch budget. Nothing waits while the rank is idle."""
+"""Packs what is ready for a rank into microbatches under a patch budget.
+
+Nothing waits while the rank is idle, unless a rate is set that leaves time to whoever shares its device.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,18 @@ class EncodeJob:
 class Batcher:
     """The queue of one rank. One microbatch is in flight at a time.
 
-    `queued_s`: predicted seconds of everything that is queued or in flight.
+    `patches_per_second`: most that are begun, on the mean; 0 for no limit. After a microbatch the next waits until it
+    is paid for. `queued_s`: predicted seconds of everything that is queued or in flight.
     """
 
-    def __init__(self, send: Callable[[Run], None], max_patches: int) -> None:
+    def __init__(self, send: Callable[[Run], None], max_patches: int, patches_per_second: int = 0) -> None:
         self._send = send
         self._max_patches = max_patches
+        self._patches_per_second = patches_per_second
+        self._loop = asyncio.get_running_loop()
+        self._not_before = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self.num_rests = 0
         self._queue: deque[EncodeJob] = deque()
         self._running: list[EncodeJob] = []
         self._last_batch = 0
@@ -115,7 +124,7 @@ class Batcher:
             if not self._running and not self._paused.done():
                 self._paused.set_result(None)
             return
-        if self._running or not self._queue:
+        if self._running or not self._queue or self._rests():
             return
         patches = 0
         # An item above the budget runs alone.
@@ -123,6 +132,8 @@ class Batcher:
             job = self._queue.popleft()
             patches += job.num_patches
             self._running.append(job)
+        if self._patches_per_second:
+            self._not_before = self._loop.time() + patches / self._patches_per_second
         self._last_batch += 1
         self.num_batches += 1
         batch = self._running
@@ -139,6 +150,20 @@ class Batcher:
             num_tokens=[job.num_tokens for job in batch],
         )
         self._send(run)
+
+    def _rests(self) -> bool:
+        """Whether what was begun is not paid for yet; then this is looked at again when it is."""
+        rest_s = self._not_before - self._loop.time()
+        if rest_s <= 0:
+            return False
+        if self._timer is None:
+            self.num_rests += 1
+            self._timer = self._loop.call_later(rest_s, self._rested)
+        return True
+
+    def _rested(self) -> None:
+        self._timer = None
+        self._pump()
 
 
 def _size(pixels: Pixels | StagedPixels) -> tuple[int, int, int]:

@@ -76,6 +76,8 @@ class StartRank(Message):
     num_threads: int
     pool_bytes: int
     has_pool: bool = False
+    device_bytes: int = 0
+    has_high_priority: bool = False
     seed: int
     deterministic: bool = False
     known: dict[str, str] = {}

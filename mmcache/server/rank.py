@@ -80,13 +80,14 @@ class Rank:
             model=self._model, device=ranks.device_of(index), dtype=settings.dtype, num_threads=threads,
             pool_bytes=left.nbytes if left else settings.pool_bytes, has_pool=left is not None, seed=ranks.seed,
             deterministic=settings.deterministic, known=ranks.digests.known,
+            device_bytes=settings.device_bytes, has_high_priority=settings.stream_priority == "high",
         )  # fmt: skip
         environ = {"OMP_NUM_THREADS": str(threads)}
         if settings.deterministic:
             environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         self.child = Child(ranks.poller, MODULE, self._on_frame, self._on_exit, environ)
         self.child.send(pack_frame(Kind.START_RANK, start, fds=[ingest.region.fd, *([left.fd] if left else [])]))
-        self.batcher = Batcher(self._send_run, settings.max_batch_patches)
+        self.batcher = Batcher(self._send_run, settings.max_batch_patches, settings.max_patches_per_second)
 
     @property
     def pool(self) -> Pool:

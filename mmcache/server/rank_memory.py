@@ -127,6 +127,19 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def bound_memory(device: torch.device, nbytes: int) -> None:
+    """What weights and activations take of the device stays below `nbytes`, if it is not 0. Pools are beside that."""
+    if device.type == "cuda" and nbytes:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
+
+
+def use_stream(device: torch.device, has_high_priority: bool) -> None:
+    """This thread's work goes to a stream of its own, which may come before those of other processes under MPS."""
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1 if has_high_priority else 0))
+
+
 def check_device(device: torch.device) -> None:
     """After a failure: raise `RuntimeError` if this process has lost the device, and can do nothing more."""
     if device.type == "cuda":

@@ -43,7 +43,16 @@ from mmcache.server.messages import (
     UnmapRegion,
     pixels_shape,
 )
-from mmcache.server.rank_memory import DeviceIngest, PoolTensor, check_device, open_ingest, open_pool, use_device
+from mmcache.server.rank_memory import (
+    DeviceIngest,
+    PoolTensor,
+    bound_memory,
+    check_device,
+    open_ingest,
+    open_pool,
+    use_device,
+    use_stream,
+)
 from mmcache.server.rank_model import RankModel, load_model
 from mmcache.server.rank_staging import StagedReader
 from mmcache.server.reasons import FAILURES, reason_of
@@ -59,6 +68,7 @@ class Rank:
         ingest_fd, *pool_fds = take_descriptors(frame, 1 + start.has_pool)
         self._device = torch.device(start.device)
         use_device(self._device)
+        bound_memory(self._device, start.device_bytes)
         self._ingest = open_ingest(ingest_fd, self._device)
         self._channel = channel
         self._sending = threading.Lock()
@@ -81,6 +91,7 @@ class Rank:
         """Until the sidecar closes the channel."""
         threading.Thread(target=self._read, name="read", daemon=True).start()
         threading.Thread(target=self._load_each, name="load", daemon=True).start()
+        use_stream(self._device, self._start.has_high_priority)
         while (work := self._batches.get()) is not None:
             if isinstance(work, RankModel):
                 self._model = work

@@ -1,0 +1,101 @@
+"""The rules of settings: how "auto" is settled, and what is refused."""
+
+from __future__ import annotations
+
+import mmap
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from pydantic import ValidationInfo
+
+from ipc.devices import num_devices
+
+STORE_FILE = "embeddings.lmdb"
+
+FUTURE_STORES = ("redis", "rediss", "redis+sentinel", "redis+cluster")
+
+
+def page_rounded(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not a truth value")
+    return value
+
+
+def resolve_device(value: object) -> object:
+    if value == "cuda":
+        if not num_devices():
+            raise ValueError("no CUDA device is visible to this process: use auto or cpu, or see CUDA_VISIBLE_DEVICES")
+        if not has_driver_api():
+            raise ValueError("cuda needs the package cuda-bindings: install mmcache[gpu]")
+    if value == "auto":
+        return "cuda" if num_devices() and has_driver_api() else "cpu"
+    return value
+
+
+def has_driver_api() -> bool:
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def resolve_ranks(value: object, info: ValidationInfo) -> object:
+    if value == "auto":
+        return num_devices() if info.data.get("device") == "cuda" else 2
+    return no_bool(value)
+
+
+def resolve_pool_bytes(value: object, info: ValidationInfo) -> object:
+    if value == "auto":
+        return 4 << 30 if info.data.get("device") == "cuda" else 256 << 20
+    return value
+
+
+def resolve_dtype(value: object, info: ValidationInfo) -> object:
+    if value == "auto":
+        return "bfloat16" if info.data.get("device") == "cuda" else "float32"
+    return value
+
+
+def resolve_store(value: object, info: ValidationInfo) -> object:
+    if value == "auto" and "state" in info.data:
+        return (info.data["state"] / STORE_FILE).as_uri()
+    return value
+
+
+def check_store(value: str) -> str:
+    if value in {"none", "auto"}:  # still "auto" only when the state folder is wrong, and that error is shown
+        return value
+    scheme, _, rest = value.partition("://")
+    if rest and scheme in FUTURE_STORES:
+        raise ValueError(f"a store of kind {scheme}:// is not available yet: use file:///PATH or none")
+    if not rest or scheme != "file":
+        raise ValueError("unknown kind of store: must be auto, none or file:///PATH")
+    url = urlsplit(value)
+    if url.netloc or url.query or url.fragment or unquote(url.path).endswith("/") or "\0" in unquote(url.path):
+        raise ValueError("a file store is file:///PATH: three slashes, an absolute path of a file, no host")
+    return value
+
+
+def check_model(value: str) -> str:
+    from encoder.errors import CheckpointError
+    from encoder.source import resolve_model
+
+    try:
+        resolve_model(value)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
+def lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+def absolute(path: Path) -> Path:
+    return path.expanduser().absolute()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.beside_engine [--rate 20] [--side 448] [--seconds 8] [--model kimi-k2.5]
 
-The engine is this process: a CUDA graph of small bfloat16 products, about as a decode step of a large model, replayed one
-after another. Traffic comes from a process of its own: new pictures, none of them cached. Without MPS the processes
+The engine is this process: a CUDA graph of small bfloat16 products, much like a decode step of a large model, replayed
+one after another. Traffic comes from a process of its own: new pictures, none of them cached. Without MPS the processes
 share the device by time slices, so this measures the scheduler as well as the sidecar. Needs a CUDA device.
 """
 

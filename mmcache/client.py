@@ -34,7 +34,9 @@ class Client(Asking):
     """A connection to a sidecar. A context manager.
 
     Threads may share a client, and their calls go on at the same time: whoever waits receives for all. A forked child
-    must not use it: it connects anew. docs/protocol.md says how many round trips each call takes.
+    must not use it: it connects anew. A call that is interrupted (Ctrl-C) ends alone while it waits; in the few
+    microseconds in which it moves bytes it ends the connection, and others' calls with `ConnectionLost`. A client that
+    is dropped unclosed warns; its leases go on. docs/protocol.md says how many round trips each call takes.
     """
 
     def __init__(

@@ -68,15 +68,12 @@ def device_us(calls: Sequence[Callable[[], object]], num_rounds: int = 20) -> fl
 
 def whole_us(call: Callable[[], object], num_calls: int = 100, num_batches: int = 15) -> float:
     """Microseconds from a call until the device is done with it, host time included."""
-    times = []
-    for _ in range(num_batches):
+
+    def done() -> None:
+        call()
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(num_calls):
-            call()
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / num_calls * 1e6)
-    return statistics.median(times)
+
+    return host_us(done, num_calls, num_batches)
 
 
 def map_once(fd: int, nbytes: int, uuid: str) -> None:

@@ -15,7 +15,8 @@ from ipc.errors import BadTransition, SliceGone
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from ipc.leases import Holder, Leasable, Share
+    from ipc.leases import Holder
+    from ipc.shares import Leasable, Share
 
 
 class OfferState(enum.IntEnum):

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection
 from ipc.allocator import ALIGNMENT, Allocator
 from ipc.errors import BadTransition, ExtentTooLarge
 from ipc.extents import CACHED, Extent, ExtentState
-from ipc.leases import Holder, Share
+from ipc.leases import Holder
+from ipc.shares import Share
 
 __all__ = ["Extent", "ExtentState", "Pool"]
 

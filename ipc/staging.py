@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from ipc.allocator import ALIGNMENT, Allocator
 from ipc.errors import BadTransition, ExtentTooLarge, SliceGone
-from ipc.leases import HOLDER_TRANSITIONS, HolderState
+from ipc.shares import HOLDER_TRANSITIONS, HolderState
 
 
 class StagedState(enum.IntEnum):

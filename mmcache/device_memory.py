@@ -1,6 +1,6 @@
 """A client's half of device memory: mapped at the first look at it, acknowledged in stream order.
 
-Nothing here is imported, and nothing of CUDA loaded, before a lease on device memory is read.
+Nothing of CUDA is loaded before a lease on device memory is read, or a tensor of a device staged.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from collections import OrderedDict, deque
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ipc.leases import Holder, ShareState
+from ipc.leases import Holder
+from ipc.shares import ShareState
 from mmcache.errors import ProtocolError, TooManyRequests
 from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
 from mmcache.protocol import Cancel, Supply, Unsettled

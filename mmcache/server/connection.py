@@ -22,6 +22,7 @@ from mmcache.server.asks import answer
 from mmcache.server.calls import Calls
 from mmcache.server.channel import Channel
 from mmcache.server.flight import Flight
+from mmcache.server.lateness import late_errors
 from mmcache.server.requests import Request
 from mmcache.transport import peer_of, same_process, take_descriptors
 
@@ -121,7 +122,7 @@ class Connection:
     def late_errors(self) -> Callable[[Flight], ItemError]:
         """Gives the error of each position that is open at its request's deadline."""
         assert self.holder is not None, "it has made a request"
-        return self.coordinator.late_errors(self.holder)
+        return late_errors(self.coordinator, self.holder)
 
     def kill(self) -> bool:
         """Send the client's process SIGKILL, whoever has its socket. False if it is dead, or may not be killed."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ipc.errors import ControlExhausted
-from ipc.leases import Holder
 from ipc.pool import Extent
 from mmcache._version import __version__
 from mmcache.config import Settings
-from mmcache.errors import DeadlineExceeded, EncodeFailed, ItemError, PoolExhausted, TooManyLeases
+from mmcache.errors import TooManyLeases
 from mmcache.keys import Fingerprint
 from mmcache.protocol import PROTOCOL_VERSION, Welcome
 from mmcache.records import GRANT_HEAD, ORIGINS
@@ -38,7 +36,7 @@ from mmcache.server.reload import Reloads
 from mmcache.server.requests import Request
 from mmcache.server.stage_frames import claim_slices
 from mmcache.server.staging import StagingDesk
-from mmcache.server.stats import Stats, biggest_holders, snapshot
+from mmcache.server.stats import Stats, snapshot
 from mmcache.server.verify import Verifier
 from mmcache.tiers.tiered import TieredStore
 
@@ -120,9 +118,8 @@ class Coordinator:
         if facts.fingerprint != before.fingerprint:
             self.pools.withdraw_all()
         if facts != before:
-            for connection in list(self.connections):
-                if connection.is_open:
-                    connection.tell_model(facts)
+            for connection in self._open_connections():
+                connection.tell_model(facts)
 
     def closed(self) -> None:
         """A connection's socket was closed."""
@@ -232,31 +229,19 @@ class Coordinator:
         if self._flights.get(flight.key) is flight:
             del self._flights[flight.key]
 
-    def late_errors(self, asker: Holder) -> Callable[[Flight], ItemError]:
-        """Gives the error of each position that is open at its request's deadline; looks for the holders once."""
-        holders = functools.cache(lambda: biggest_holders(self, asker))
-
-        def late_error(flight: Flight) -> ItemError:
-            if not self.ranks.ready:
-                return EncodeFailed("no rank is alive; it was waiting for one at the deadline")
-            if flight.place is not None:
-                return PoolExhausted(f"the pool had no room until the deadline; held by {holders()}")
-            return DeadlineExceeded(f"the deadline passed while it was {flight.stage}")
-
-        return late_error
-
     def _rank_added(self, rank: Rank) -> None:
         assert rank.memory is not None, "it is warm"
         if self.pools.add(rank, rank.memory):
-            for connection in list(self.connections):
-                if connection.is_open:
-                    connection.add_pool(rank.memory)
+            for connection in self._open_connections():
+                connection.add_pool(rank.memory)
 
     def _pool_retired(self, memory: PoolMemory) -> None:
         self.pools.retire(memory)
-        for connection in list(self.connections):
-            if connection.is_open:
-                connection.drop_pool(memory.pool_id)
+        for connection in self._open_connections():
+            connection.drop_pool(memory.pool_id)
+
+    def _open_connections(self) -> list[Connection]:
+        return [connection for connection in self.connections if connection.is_open]
 
     def sweep(self) -> None:
         """End the leases that clients acknowledged, and give back pools that nobody reads any more."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from ipc.allocator import ALIGNMENT
-from ipc.leases import ShareState
 from ipc.pool import Extent, ExtentState, Pool
+from ipc.shares import ShareState
 
 if TYPE_CHECKING:
     from mmcache.server.calls import Call

@@ -10,7 +10,8 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Literal
 
-from ipc.leases import Holder, HolderState, Share, ShareState
+from ipc.leases import Holder
+from ipc.shares import HolderState, Share, ShareState
 
 if TYPE_CHECKING:
     from mmcache.server.connection import Connection

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ipc.leases import Holder, HolderState, Leasable, Share, ShareState
+from ipc.leases import Holder
 from ipc.pool import Extent
+from ipc.shares import HolderState, Leasable, Share, ShareState
 from mmcache.errors import EncodeFailed, ItemError, TooManyRequests
 from mmcache.framing import MAX_BODY_BYTES, Frame, Kind, pack_frame, parse
 from mmcache.protocol import LeasesReply, LeasesRequest

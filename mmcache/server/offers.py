@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ipc.errors import ControlExhausted
-from ipc.leases import Holder, Share
+from ipc.leases import Holder
 from ipc.offers import Offer, OfferState
 from ipc.pool import Extent
+from ipc.shares import Share
 from mmcache.errors import SliceGone, TooManyLeases
 from mmcache.framing import Frame, parse
 from mmcache.protocol import Withdraw

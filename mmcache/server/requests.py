@@ -13,8 +13,9 @@ from mmcache.protocol import Recall, Unsettled
 from mmcache.records import GRANT_HEAD, KEY_BYTES, RESULTS_HEAD, SUPPLY_WINDOW, EncodeFrame
 
 if TYPE_CHECKING:
-    from ipc.leases import Holder, Share
+    from ipc.leases import Holder
     from ipc.pool import Extent
+    from ipc.shares import Share
     from mmcache.server.calls import Call
     from mmcache.server.connection import Connection
     from mmcache.server.flight import Flight

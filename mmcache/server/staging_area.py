@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 from ipc.errors import ExtentTooLarge
-from ipc.leases import HolderState
+from ipc.shares import HolderState
 from ipc.staging import Staged, Staging
 from ipc.unmapped import UnmappedMemory
 from mmcache.errors import SliceGone, StagingExhausted

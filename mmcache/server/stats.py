@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import TYPE_CHECKING
 
-from ipc.leases import Holder, HolderState
+from ipc.leases import Holder
+from ipc.shares import HolderState
 from mmcache._version import __version__
 from mmcache.server.keepings import Keeping, extents_held, keepings
 

@@ -9,10 +9,11 @@ from typing import TypeVar
 from hypothesis import strategies as st
 
 from ipc.control import ControlMemory
-from ipc.leases import Holder, Share
+from ipc.leases import Holder
 from ipc.memory_shm import ReadOnlyRegion, SharedRegion
 from ipc.offers import Offer
 from ipc.pool import Pool
+from ipc.shares import Share
 
 NUM_WORDS = 5
 T = TypeVar("T")

@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ipc.control import ControlMemory
 from ipc.errors import BadTransition, ControlExhausted, ExtentTooLarge
-from ipc.leases import Holder, HolderState, Share, ShareState
+from ipc.leases import Holder
 from ipc.memory_shm import ReadOnlyRegion, SharedRegion
 from ipc.pool import Extent, ExtentState, Pool
+from ipc.shares import HolderState, Share, ShareState
 from tests.ipc.model import NUM_WORDS, PICKS, Client, Memory, pick
 
 CAPACITY = 16 * 1024

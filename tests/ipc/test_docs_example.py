@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ipc.extents import EXTENT_TRANSITIONS
-from ipc.leases import HOLDER_TRANSITIONS, SHARE_TRANSITIONS
 from ipc.offers import OFFER_TRANSITIONS
+from ipc.shares import HOLDER_TRANSITIONS, SHARE_TRANSITIONS
 from ipc.staging import STAGED_TRANSITIONS
 
 ROOT = Path(__file__).parents[2]

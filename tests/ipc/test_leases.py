@@ -8,7 +8,8 @@ import pytest
 
 from ipc.control import GENERATION_MAX, ControlMemory
 from ipc.errors import BadTransition, ControlExhausted
-from ipc.leases import HELD_BY, HOLDER_TRANSITIONS, SHARE_TRANSITIONS, Holder, HolderState, ShareState
+from ipc.leases import Holder
+from ipc.shares import HELD_BY, HOLDER_TRANSITIONS, SHARE_TRANSITIONS, HolderState, ShareState
 from tests.ipc.things import Clock, Thing
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from ipc.control import ControlMemory
 from ipc.errors import BadTransition, ControlExhausted, SliceGone
-from ipc.leases import Holder, ShareState
+from ipc.leases import Holder
 from ipc.offers import OFFER_TRANSITIONS, Offer, OfferState
 from ipc.pool import ExtentState, Pool
+from ipc.shares import ShareState
 from tests.ipc.things import Clock, Thing
 
 

@@ -10,8 +10,9 @@ import pytest
 from ipc.control import ControlMemory
 from ipc.errors import BadTransition, ExtentTooLarge
 from ipc.extents import EXTENT_TRANSITIONS
-from ipc.leases import Holder, ShareState
+from ipc.leases import Holder
 from ipc.pool import Extent, ExtentState, Pool
+from ipc.shares import ShareState
 
 KIB = 1024
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from ipc.errors import BadTransition, SliceGone
-from ipc.leases import HolderState, ShareState
 from ipc.offers import Offer, OfferState
 from ipc.pool import ExtentState
+from ipc.shares import HolderState, ShareState
 from tests.ipc.model import PICKS, Client, pick
 from tests.ipc.pool_machine import PoolMachine
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ipc.errors import BadTransition, ExtentTooLarge, SliceGone
-from ipc.leases import HOLDER_TRANSITIONS, HolderState
+from ipc.shares import HOLDER_TRANSITIONS, HolderState
 from ipc.staging import LIVE_UNDER, STAGED_TRANSITIONS, Staged, StagedState, Staging
 from tests.ipc.things import Clock
 

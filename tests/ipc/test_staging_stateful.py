@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ipc.errors import BadTransition, ExtentTooLarge, SliceGone
-from ipc.leases import HolderState
 from ipc.memory_shm import ReadOnlyRegion, SharedRegion
+from ipc.shares import HolderState
 from ipc.staging import Staged, StagedState, Staging
 from tests.ipc.model import PICKS, pick
 

@@ -95,6 +95,13 @@ def test_who_floods_on_is_cut_off(tmp_path: Path) -> None:
     asyncio.run(flood())
 
 
+async def caught_up(client: RawClient) -> None:
+    """Return when everything that was sent has been looked at."""
+    await client.send(lookup(9999))
+    while (await client.receive()).kind != Kind.LOOKUP_REPLY:
+        pass
+
+
 def test_calls_that_never_end_are_bounded(tmp_path: Path) -> None:
     """Whoever says again and again that there is more, and then cancels: its calls are forgotten, the oldest first."""
 
@@ -104,9 +111,7 @@ def test_calls_that_never_end_are_bounded(tmp_path: Path) -> None:
         for call_id in range(MAX_CALLS + 100):
             await client.send(part(call_id, call_id, call_id))
             await client.send(pack_frame(Kind.CANCEL, Cancel(request_id=call_id)))
-        await client.send(lookup(9999))
-        while (await client.receive()).kind != Kind.LOOKUP_REPLY:
-            pass
+        await caught_up(client)
         (connection,) = home.connections
         calls = connection.calls
         assert len(calls) == 0
@@ -125,9 +130,7 @@ def test_parts_without_end_of_one_call_are_bounded(tmp_path: Path) -> None:
         for number in range(2000):
             await client.send(part(number, 1, number))
             await client.send(pack_frame(Kind.CANCEL, Cancel(request_id=number)))
-        await client.send(lookup(9999))
-        while (await client.receive()).kind != Kind.LOOKUP_REPLY:
-            pass
+        await caught_up(client)
         (connection,) = home.connections
         assert [len(call.requests) for call in connection.calls._calls.values()] in ([], [0])
         await client.close(home)

@@ -9,16 +9,15 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from ipc.control import GENERATION_MAX, WORD_BYTES, ControlMemory
 from ipc.cuda_driver import call, driver, is_capturing, primary_context, relaxed
-from ipc.cuda_errors import CapturingError
 from ipc.cuda_mapping import await_device
-from ipc.errors import OutOfBounds
+from ipc.errors import CapturingError, OutOfBounds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,8 +76,7 @@ class StreamAcknowledger:
         first, *others = streams
         ordinal = first.device_index
         with primary_context(ordinal):
-            for stream in streams:
-                _refuse_capture(stream, ordinal)
+            refuse_captures(streams, ordinal)
             with self._lock:
                 if not self._close.alive:
                     raise OutOfBounds("the acknowledger is closed")
@@ -160,19 +158,20 @@ class _Waiting:
         return True
 
 
-def _refuse_capture(stream: torch.cuda.Stream, current: int) -> None:
-    """`current`: the device whose context is current."""
-    ordinal = stream.device_index
-    if ordinal == current:
-        is_refused = is_capturing(stream.cuda_stream)
-    else:
-        with primary_context(ordinal):
+def refuse_captures(streams: Iterable[torch.cuda.Stream], current: int = -1) -> None:
+    """Raise `CapturingError` if one of them is being captured. `current`: the device whose context is current."""
+    for stream in streams:
+        ordinal = stream.device_index
+        if ordinal == current:
             is_refused = is_capturing(stream.cuda_stream)
-    if is_refused:
-        raise CapturingError(
-            f"{stream} is being captured into a CUDA graph: every replay would write this share's generation again. "
-            "Acknowledge outside the capture"
-        )
+        else:
+            with primary_context(ordinal):
+                is_refused = is_capturing(stream.cuda_stream)
+        if is_refused:
+            raise CapturingError(
+                f"{stream} is being captured into a CUDA graph: every replay would write this share's generation "
+                "again. Acknowledge outside the capture"
+            )
 
 
 def _register(words: Words, ordinal: int) -> None:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ipc.cuda_errors import DeviceUnavailable
+from ipc.errors import DeviceUnavailable
 
 
 @dataclass(frozen=True, slots=True)

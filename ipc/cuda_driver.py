@@ -10,7 +10,7 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from ipc.cuda_errors import CudaFailed, DeviceUnavailable
+from ipc.errors import CudaFailed, DeviceUnavailable
 
 __all__ = [
     "OUT_OF_MEMORY",

@@ -12,8 +12,7 @@ import torch
 
 from ipc.cuda_dlpack import CUDA, wrap
 from ipc.cuda_driver import call, driver, is_capturing, primary_context, relaxed
-from ipc.cuda_errors import CudaFailed
-from ipc.errors import OutOfBounds
+from ipc.errors import CudaFailed, OutOfBounds
 
 if TYPE_CHECKING:
     from ipc.cuda_driver import Context

@@ -12,7 +12,7 @@ import torch
 
 from ipc import cuda_materialize_source as layout
 from ipc.cuda_driver import call, compile_cubin, driver, primary_context, relaxed
-from ipc.cuda_errors import CudaFailed, DeviceUnavailable
+from ipc.errors import CudaFailed, DeviceUnavailable
 
 DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 """What slices may hold, by name."""

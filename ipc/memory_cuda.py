@@ -20,9 +20,8 @@ import torch
 
 from ipc.cuda_devices import VisibleDevice, by_ordinal, for_reader, visible_devices
 from ipc.cuda_driver import OUT_OF_MEMORY, call, driver, primary_context, relaxed
-from ipc.cuda_errors import CudaFailed, DeviceUnavailable
 from ipc.cuda_mapping import Mapping
-from ipc.errors import MemoryUnavailable, OutOfBounds
+from ipc.errors import CudaFailed, DeviceUnavailable, MemoryUnavailable, OutOfBounds
 from ipc.memory_shm import round_up
 
 if TYPE_CHECKING:

@@ -139,9 +139,13 @@ class AsyncClient(AsyncAsking):
         """Acknowledge every lease but held ones, end what is unclaimed, and close the connection. Twice is harmless.
 
         Calls of other tasks end with `ClientClosed`. Returns when what is done for them in threads is over.
+
+        Raises:
+            CapturingError: a lease is read on a stream that is being captured into a CUDA graph; nothing has changed.
         """
         if self._is_closed or os.getpid() != self._pid:
             return
+        self._core.check_release_all()
         self._is_closed = True
         await self._pump.close()
 

@@ -57,6 +57,16 @@ class Informed(ABC):
         """Of the embeddings: "float32" or "bfloat16"."""
         return self._core.served.dtype
 
+    @property
+    def device_counters(self) -> dict[str, int]:
+        """How device memory was used on this connection.
+
+        `stream_writes`: leases that a stream ended. `fallbacks`: that a thread ended after waiting for an event, where
+        the device has no stream memory operations. `fetched`: embeddings that were copied through the host.
+        `unlocked_bytes`: of the staging region, where its pages could not be locked; copies to it are slower.
+        """
+        return self._core.device_counters
+
 
 class Asking(Informed):
     """The part of a client that is no embedding's way. `_usable` gives a connection, or raises."""

@@ -214,6 +214,7 @@ def fetch(lease: Lease, core: ClientCore, timeout_s: float) -> Question[torch.Te
             view = ReadOnlyRegion.attach(fd, SEALS_FROZEN).view(0, nbytes, writable_flag=True)
         finally:
             os.close(fd)
+        core.num_fetched += 1
         flat = torch.from_numpy(view).clone()
         return flat.view(torch.bfloat16 if dtype == "bfloat16" else torch.float32).view(num_tokens, dim)
 

@@ -202,9 +202,13 @@ class Client(Asking):
         """Acknowledge every lease but held ones, end what is unclaimed, and close the connection. Twice is harmless.
 
         Held tensors stay valid and acknowledge when they die. Calls of other threads end with `ClientClosed`.
+
+        Raises:
+            CapturingError: a lease is read on a stream that is being captured into a CUDA graph; nothing has changed.
         """
         if self._is_closed or os.getpid() != self._pid:
             return
+        self._core.check_release_all()
         self._is_closed = True
         self._pump.close()
 

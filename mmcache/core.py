@@ -54,6 +54,7 @@ class ClientCore(Shares):
         outbox: frames to send, in order.
         served: the model that is served, as far as was heard.
         staging: this client's region for pixels, once it has one; locked: its pages, if it comes from a device.
+        num_fetched: embeddings that were copied through the host.
         supply: what is done about bytes that are asked for: `prepare` in any thread, then `supplied`.
     """
 
@@ -65,12 +66,20 @@ class ClientCore(Shares):
         self.served = Served(welcome.fingerprint, welcome.dtype, welcome.dim, welcome.processor)
         self.staging: SharedRegion | None = None
         self.locked: LockedPages | None = None
+        self.num_fetched = 0
         self.supply: Callable[[ClientCore, Supplying], None] = supply_now
         self._pools: dict[int, ReadOnlyRegion | DeviceMemory] = {}
         self._pending: dict[int, Pending] = {}
         self._asks: dict[int, Ask] = {}
         self._last_id = 0
         self._dropped: deque[Callable[[], None]] = deque()
+
+    @property
+    def device_counters(self) -> dict[str, int]:
+        """As `Client.device_counters`."""
+        unlocked = self.locked is not None and not self.locked.is_locked
+        unlocked_bytes = self.staging.nbytes if unlocked and self.staging is not None else 0
+        return {**self.in_streams.counters, "fetched": self.num_fetched, "unlocked_bytes": unlocked_bytes}
 
     @property
     def is_full(self) -> bool:

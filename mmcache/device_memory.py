@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from ipc.errors import IpcError
@@ -99,6 +99,18 @@ class StreamAcknowledgements:
         """A share has a view, which is read on the streams that are current when it ends, and on these."""
         known = self.reads.get(token, (memory, ()))[1]
         self.reads[token] = (memory, (*known, *listed(streams)))
+
+    def check(self, tokens: Iterable[int]) -> None:
+        """Raise `CapturingError` if one of these shares cannot end now; see `acknowledge`."""
+        reads = [self.reads[token] for token in tokens if token in self.reads]
+        if not reads:
+            return
+        from ipc.control_cuda import refuse_captures
+
+        try:
+            refuse_captures({stream for memory, named in reads for stream in (*named, current_stream(memory.device))})
+        except IpcError as error:
+            raise CapturingError(str(error)) from error
 
     def acknowledge(self, token: int, streams: Streams, claim: Callable[[], bool], unclaim: Callable[[], None]) -> None:
         """End a share once its streams, and those given here or else the current one, have done what is queued on them.

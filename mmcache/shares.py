@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Iterator
 
 from ipc.control import ControlMemory
 from mmcache.device_memory import StreamAcknowledgements, Streams
+from mmcache.errors import CapturingError
 
 
 class Shares:
@@ -63,10 +65,15 @@ class Shares:
             self.held.discard(token)
         return True
 
+    def check_release_all(self) -> None:
+        """Raise `CapturingError` if `release_all` cannot end every share now. Nothing is changed."""
+        self.in_streams.check(self.live - self.held)
+
     def release_all(self) -> None:
-        """Acknowledge every share but held ones."""
+        """Acknowledge every share but held ones. What is read on a stream that is being captured goes on, as they do"""
         for token in self.live - self.held:
-            self.acknowledge(token)
+            with contextlib.suppress(CapturingError):
+                self.acknowledge(token)
 
     def _acknowledge_late(self, slot: int, generation: int) -> None:
         self._late.append((slot, generation))

@@ -72,7 +72,7 @@ class Rank:
         self._ingest = open_ingest(ingest_fd, self._device)
         self._channel = channel
         self._sending = threading.Lock()
-        self._staged = StagedReader(start.seed)
+        self._staged = StagedReader(start.seed, self._device)
         self._batches: queue.SimpleQueue[Run | Compare | UnmapRegion | RankModel | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()  # None: a model was dropped
         torch.set_num_threads(start.num_threads)

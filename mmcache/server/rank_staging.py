@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 
 from encoder.model import Item
 from encoder.patches import PatchRows
+from ipc.allocator import ALIGNMENT
 from ipc.errors import OutOfBounds
-from ipc.materialize import Slice, materialize
-from ipc.memory_shm import ReadOnlyRegion
+from ipc.materialize import Observer, Slice, materialize
+from ipc.memory_shm import ReadOnlyRegion, round_up
 from mmcache.keys import KeyHasher
 from mmcache.media import ARRAY, ArrayHeader
 from mmcache.patches import PatchHeader
@@ -23,11 +25,39 @@ Place: TypeAlias = int
 """Of an item in its batch."""
 
 
+class LockedCopy:
+    """Rows on their way to a device: copied once into locked memory of this process, so that what is hashed there is
+    what the device reads over its bus, in the launch that converts them."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def materialize(self, slices: Sequence[Slice], out: torch.Tensor, observe: Sequence[Observer]) -> None:
+        """As `ipc.materialize`, with `out` on a device and on its current stream, which is to be done before the next
+        call."""
+        from ipc.materialize_cuda import DeviceSlice
+        from ipc.materialize_cuda import materialize as materialize_there
+
+        starts = list(accumulate((round_up(one.data.nbytes, ALIGNMENT) for one in slices), initial=0))
+        if starts[-1] > self._memory.numel():
+            self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+        parts = [self._memory[start : start + one.data.nbytes] for start, one in zip(starts, slices, strict=False)]
+        for one, part, show in zip(slices, parts, observe, strict=True):
+            here = part.numpy()
+            np.copyto(here, one.data)
+            show(here.data)
+        there = [DeviceSlice(part, one.dtype, one.num_rows) for one, part in zip(slices, parts, strict=True)]
+        materialize_there(there, out)
+
+
 class StagedReader:
     """The staging regions that this rank maps, all read only."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device) -> None:
+        """`device`: where rows are wanted."""
         self._seed = seed
+        self._device = device
+        self._locked = LockedCopy()
         self._regions: dict[int, ReadOnlyRegion] = {}
 
     def map(self, region: int, fd: int) -> None:
@@ -44,7 +74,8 @@ class StagedReader:
     def read(self, claims: Mapping[Place, Claim], offsets: Sequence[int], dtype: torch.dtype) -> dict[Place, Item]:
         """Read the items that are claimed; those whose bytes are not those of their key are left out.
 
-        Rows that are normalised already come as parts of one tensor, end to end in the order of their places.
+        Rows that are normalised already come as parts of one tensor, end to end in the order of their places. On a
+        device they are made on the current stream, and the next call may be made when that has done so.
         """
         items: dict[Place, Item] = {}
         rows: list[tuple[Place, Claim, PatchHeader]] = []
@@ -72,13 +103,14 @@ class StagedReader:
         self, group: Sequence[tuple[Place, Claim, PatchHeader]], offsets: Sequence[int], width: int, dtype: torch.dtype
     ) -> dict[Place, Item]:
         counts = [header.shape[0] for _, _, header in group]
-        out = torch.empty(sum(counts), width, dtype=dtype)
+        out = torch.empty(sum(counts), width, dtype=dtype, device=self._device)
         states = [self._hasher(claim).begin(claim.kind, claim.header, header.nbytes) for _, claim, header in group]
         slices = [
             Slice(self._view(claim, offsets[place], header.nbytes), header.dtype, header.shape[0])
             for place, claim, header in group
         ]
-        materialize(slices, out, [state.update for state in states])
+        make = materialize if self._device.type == "cpu" else self._locked.materialize
+        make(slices, out, [state.update for state in states])
         parts = torch.split(out, counts)
         return {
             place: PatchRows(part, header.grid)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from ipc.control import ControlMemory
-from ipc.cuda_errors import CapturingError
-from ipc.errors import OutOfBounds
+from ipc.errors import CapturingError, OutOfBounds
 from tests.ipc.cuda_processes import eventually
 
 cuda = pytest.importorskip("ipc.control_cuda", reason="needs cuda-bindings", exc_type=ImportError)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ipc.cuda_devices import VisibleDevice, by_ordinal, for_reader
-from ipc.cuda_errors import DeviceUnavailable
+from ipc.errors import DeviceUnavailable
 
 
 def device(ordinal: int, uuid: str, *peers: str) -> VisibleDevice:

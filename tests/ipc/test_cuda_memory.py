@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from ipc.cuda_devices import visible_devices
-from ipc.cuda_errors import DeviceUnavailable
-from ipc.errors import MemoryUnavailable, OutOfBounds
+from ipc.errors import DeviceUnavailable, MemoryUnavailable, OutOfBounds
 from tests.ipc.cuda_processes import MIB, Child, eventually, fill, keeper, leaver, maker, matches, reader, writer
 
 cuda = pytest.importorskip("ipc.memory_cuda", reason="needs cuda-bindings", exc_type=ImportError)

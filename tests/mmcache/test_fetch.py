@@ -14,7 +14,7 @@ from tests.mmcache.support import SidecarProcess, eventually, image
 
 
 def test_a_copy_is_equal_and_its_own(client: mmcache.Client) -> None:
-    before = client.stats()["items"]["fetched"]
+    before, counted = client.stats()["items"]["fetched"], client.device_counters["fetched"]
     (lease,) = client.encode([image(71)])
     copy = client.fetch(lease)
     assert copy.shape == (lease.num_tokens, lease.dim)
@@ -27,6 +27,9 @@ def test_a_copy_is_equal_and_its_own(client: mmcache.Client) -> None:
     assert np.any(again.numpy())
     again.release()
     assert client.stats()["items"]["fetched"] == before + 1
+    assert client.device_counters == {
+        "stream_writes": 0, "fallbacks": 0, "fetched": counted + 1, "unlocked_bytes": 0
+    }  # fmt: skip
 
 
 def test_asyncio(shared_sidecar: SidecarProcess) -> None:

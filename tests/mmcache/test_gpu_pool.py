@@ -10,6 +10,8 @@ import torch
 
 import mmcache
 from encoder.model import Encoder
+from encoder.patches import PatchRows
+from encoder.preprocess import preprocess
 from tests.mmcache.gpu_clients import run_client, sidecar_on_cuda
 from tests.mmcache.support import SidecarProcess, eventually, image
 
@@ -212,6 +214,61 @@ def test_device_tensors_are_staged_with_one_copy(client: mmcache.Client) -> None
     assert str(lease.key) == str(client.key(image(7)))
     assert torch.equal(lease.tensor, encoded_here(7, "cuda"))
     lease.release()
+
+
+def test_staged_rows_of_several_types(cuda_sidecar: SidecarProcess, client: mmcache.Client) -> None:
+    """What their processor made of pixels, staged as rows from the device and the host, in one batch."""
+    encoder = Encoder.load("moonvit-tiny", device="cuda")
+    pictures = [image(seed, 56 + 28 * seed, 56) for seed in range(4)]
+    rows, grids = zip(*(preprocess(picture, encoder.processor) for picture in pictures), strict=True)
+    wide = [(torch.from_numpy(part).float() / 127.5 - 1).flatten(1) for part in rows]
+    staged = [wide[0].cuda(), wide[1], wide[2].half().cuda(), wide[3].bfloat16()]
+    leases = client.encode(client.stage_all(staged, grids=grids))
+    for part, grid, lease in zip(staged, grids, leases, strict=True):
+        out = torch.empty(lease.num_tokens, lease.dim, device="cuda")
+        assert encoder.encode([PatchRows(part.cuda().float(), grid)], [out]) == [True]
+        torch.testing.assert_close(lease.tensor, out, rtol=1e-5, atol=1e-5)
+        lease.release()
+    assert client.device_counters["unlocked_bytes"] == 0
+
+
+def test_close_in_a_capture_is_refused(cuda_sidecar: SidecarProcess) -> None:
+    other = cuda_sidecar.connect()
+    (lease,) = other.encode([image(2)])
+    tensor = lease.tensor
+    out = torch.zeros_like(tensor)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        out.copy_(tensor)
+        with pytest.raises(mmcache.CapturingError):
+            other.close()
+    assert not lease.is_released
+    assert other.stats()["leases"]["active"] == 1, "the client goes on"
+    other.close()
+    assert lease.is_released
+
+
+def test_acknowledgements_by_event_and_thread(cuda_sidecar: SidecarProcess, client: mmcache.Client) -> None:
+    """As on a device without stream memory operations, forced."""
+    done = run_client(
+        cuda_sidecar,
+        """
+import ipc.control_cuda as control_cuda
+control_cuda._has_stream_writes = lambda ordinal: False
+(lease,) = client.encode([image(2)])
+seen = lease.tensor
+torch.cuda._sleep(int(0.3 * 1.9e9))
+lease.release()
+assert client.stats()["leases"]["active"] == 1, "its stream is not there yet"
+torch.cuda.synchronize()
+while client.stats()["leases"]["active"]:
+    time.sleep(0.01)
+assert client.device_counters == {"stream_writes": 0, "fallbacks": 1, "fetched": 0, "unlocked_bytes": 0}
+client.close()
+print("done")
+""",
+    )
+    assert done.stdout == "done\n", done.stderr
 
 
 def test_the_coordinator_has_no_driver(cuda_sidecar: SidecarProcess) -> None:

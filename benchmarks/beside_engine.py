@@ -111,15 +111,19 @@ def main() -> None:
     variants = {
         "": {},
         "max_batch_patches 1024": {"max_batch_patches": "1024"},
-        "max_patches_per_second 5000": {"max_patches_per_second": "5000", "max_batch_patches": "1024"},
-    }
+        "max_batch_patches 1024, stream_priority high": {"max_batch_patches": "1024", "stream_priority": "high"},
+        "max_patches_per_second 20000": {"max_patches_per_second": "20000", "max_batch_patches": "1024"},
+        "max_patches_per_second 20000, device_bytes 3GiB": {
+            "max_patches_per_second": "20000", "max_batch_patches": "1024", "device_bytes": "3GiB",
+        },
+    }  # fmt: skip
     for name, settings in variants.items():
         with running_sidecar(device="cuda", model=options.model, pool_bytes="2GiB", **settings) as socket:
             if not name:
                 show("idle", beside(engine, socket, 0, 0, options.seconds))
             for rate in (options.rate, 4 * options.rate):
                 steps = beside(engine, socket, rate, options.side, options.seconds)
-                show(f"{rate:g} pictures/s asked for {name}", steps)
+                show(f"{rate:g}/s {name}", steps)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python -m benchmarks.cuda_hits [--rounds N]
 
-Host time of a call, as an engine's thread spends it: a hit with its view and its release in stream order, the staging of
-patch rows (float32 `[patches, 3, 14, 14]`, on the device or on the host, hashed here), `open` of a share with its view,
-and acknowledgement. Then the reads of staged images by 8 consumers, exactly. Needs a CUDA device and mmcache[gpu].
+Host time of a call, as an engine's thread spends it: a hit with its view and its release in stream order, the staging
+of patch rows (float32 `[patches, 3, 14, 14]`, on the device or on the host, hashed here), `open` of a share with its
+view, and acknowledgement. Then the reads of staged images by 8 consumers, exactly. Needs a CUDA device and the extra
+gpu.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from mmcache.server.decoders import Decoders
 from mmcache.server.facts import ModelFacts
 from mmcache.server.flight import Flight
 from mmcache.server.ingest import Ingest
+from mmcache.server.lag import LoopLag
 from mmcache.server.lease_limit import LeaseLimit
 from mmcache.server.misses import MissPath
 from mmcache.server.offers import OpenOffers
@@ -76,6 +77,7 @@ class Coordinator:
         self.verifier = Verifier(self, settings.verify_sample, random.Random(seed))  # noqa: S311  # no secret
         self.reloads = Reloads(self)
         self.background = Background(self.stats)
+        self.lag = LoopLag()
         self.lease_limit = LeaseLimit(settings.lease_limit_s, settings.lease_limit_action)
         self._a_close = asyncio.Event()
 
@@ -94,6 +96,7 @@ class Coordinator:
         """Start the ranks and wait until they are warm. Raises what `Ranks.start` raises."""
         self._facts, _ = await asyncio.gather(self.ranks.start(), self.decoders.start())
         self._loop.call_later(SWEEP_INTERVAL_S, self._sweep_regularly)
+        self.lag.start()
 
     def accept(self, sock: socket.socket) -> None:
         """A client connected."""

@@ -114,6 +114,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "batches": coordinator.pools.num_past_batches + sum(rank.batcher.num_batches for rank in ranks.ready),
             "queued": sum(len(rank.batcher) for rank in ranks.ready),
         },
+        "loop_lag": coordinator.lag.counters(),
         "store": coordinator.store.counters(),
         "verify": dict(coordinator.verifier.counters),
     }

@@ -1,0 +1,41 @@
+"""How late the coordinator's loop is: whatever holds it up holds every client up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+PERIOD_S = 0.02
+NUM_SAMPLES = 3000
+"""The last minute's."""
+
+
+class LoopLag:
+    """Asks the loop for a turn again and again, and notes how much later than asked it comes."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._late_s: deque[float] = deque(maxlen=NUM_SAMPLES)
+        self._due_s = 0.0
+
+    def start(self) -> None:
+        """From now on, as long as the loop runs."""
+        self._due_s = self._loop.time() + PERIOD_S
+        self._loop.call_at(self._due_s, self._turn)
+
+    def _turn(self) -> None:
+        self._late_s.append(max(0.0, self._loop.time() - self._due_s))
+        self.start()
+
+    def counters(self) -> dict[str, float]:
+        """Milliseconds over the last minute, for `mmcache stats`; zeros before the first turn."""
+        late = sorted(self._late_s) or [0.0]
+        return {
+            "p50_ms": _milliseconds(late, 0.5),
+            "p99_ms": _milliseconds(late, 0.99),
+            "max_ms": _milliseconds(late, 1.0),
+        }
+
+
+def _milliseconds(late: list[float], quantile: float) -> float:
+    return round(late[min(len(late) - 1, int(len(late) * quantile))] * 1e3, 3)

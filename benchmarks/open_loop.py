@@ -3,7 +3,7 @@
     python -m benchmarks.open_loop [--device cpu] [--model moonvit-tiny] [--sides 448] [--seconds 20] [--json FILE]
     python -m benchmarks.open_loop --plot FILE.svg RESULT.json ...
 
-Capacity is measured first: pictures a second with many requests in flight. Then pictures, each a new one and a request of
+Capacity is measured first: pictures a second with many requests in flight. Then pictures, each new and a request of
 its own, arrive by a Poisson process at 50, 80 and 95 % of it. A latency counts from the moment at which its request was
 due, so that a request that is sent late because of others counts in full. Hashing and sending are in it.
 """
@@ -93,9 +93,7 @@ async def measure(socket: Path, options: argparse.Namespace) -> dict[str, Any]:
             lag = (await client.stats())["loop_lag"]
             loads.append({"load": load, "requests": len(times), **found, "loop_lag": lag})
             shown = ", ".join(f"{name} {value:.1f}" for name, value in found.items())
-            print(
-                f"{load:.0%} of it, {len(times)} requests: {shown} ms; loop lag p99 {lag['p99_ms']:.2f} ms", flush=True
-            )
+            print(f"{load:.0%} of it, {len(times)} requests: {shown} ms; lag p99 {lag['p99_ms']:.2f} ms", flush=True)
     return {"capacity": most, "loads": loads}
 
 

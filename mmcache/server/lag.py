@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 PERIOD_S = 0.02
@@ -20,11 +21,11 @@ class LoopLag:
 
     def start(self) -> None:
         """From now on, as long as the loop runs."""
-        self._due_s = self._loop.time() + PERIOD_S
-        self._loop.call_at(self._due_s, self._turn)
+        self._due_s = time.monotonic() + PERIOD_S  # the loop's own clock counts milliseconds
+        self._loop.call_later(PERIOD_S, self._turn)
 
     def _turn(self) -> None:
-        self._late_s.append(max(0.0, self._loop.time() - self._due_s))
+        self._late_s.append(max(0.0, time.monotonic() - self._due_s))
         self.start()
 
     def counters(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.utils.dlpack import from_dlpack
 
@@ -19,11 +19,21 @@ if TYPE_CHECKING:
 
 CPU = 1
 CUDA = 2
-_UNSIGNED = 1
+
+
+class Type(NamedTuple):
+    """A type of values, as DLPack says it."""
+
+    code: int
+    num_bits: int
+
+
+TYPES = {"uint8": Type(1, 8), "float16": Type(2, 16), "float32": Type(2, 32), "bfloat16": Type(4, 16)}
+"""By the names that torch has for them."""
 
 
 class _Managed(ctypes.Structure):
-    """DLManagedTensor of one dimension of bytes, followed by what its shape and strides point to."""
+    """DLManagedTensor of two dimensions, contiguous, followed by what its shape points to."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -38,13 +48,12 @@ class _Managed(ctypes.Structure):
         ("byte_offset", ctypes.c_uint64),
         ("manager_context", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
-        ("num_bytes", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+        ("num_columns", ctypes.c_int64),
     )
 
 
-_SHAPE = _Managed.num_bytes.offset
-_STRIDE = _Managed.stride.offset
+_SHAPE = _Managed.num_rows.offset
 _DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _NEW_CAPSULE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
@@ -64,11 +73,13 @@ class _Exports:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         atexit.register(self._disarm)
 
-    def wrap(self, address: int, nbytes: int, device_type: int, device_id: int, owner: object) -> torch.Tensor:
-        record = _Managed(address, device_type, device_id, 1, _UNSIGNED, 8, 1, 0, 0, 0, 0, self._deleter, nbytes, 1)
+    def wrap(
+        self, address: int, shape: tuple[int, int], dtype: str, device_type: int, device_id: int, owner: object
+    ) -> torch.Tensor:
+        code, num_bits = TYPES[dtype]
+        record = _Managed(address, device_type, device_id, 2, code, num_bits, 1, 0, 0, 0, 0, self._deleter, *shape)
         key = ctypes.addressof(record)
         record.shape = key + _SHAPE
-        record.strides = key + _STRIDE
         self._live[key] = (record, owner)
         try:
             tensor: torch.Tensor = from_dlpack(self._new_capsule(key, b"dltensor", None))
@@ -88,10 +99,14 @@ def _exports() -> _Exports:
     return _Exports()
 
 
-def wrap(address: int, nbytes: int, device_type: int, device_id: int, owner: object) -> torch.Tensor:
-    """A uint8 tensor over `nbytes` bytes at `address` on the device (`CPU` or `CUDA`, and its ordinal), without a copy.
+def wrap(
+    address: int, shape: tuple[int, int], dtype: str, device_type: int, device_id: int, owner: object
+) -> torch.Tensor:
+    """A contiguous tensor over memory at `address` on the device (`CPU` or `CUDA`, and its ordinal), without a copy.
+
+    `dtype`: a name of `TYPES`.
 
     Its storage keeps `owner`, and loses it when the last tensor that shares the storage dies: in whatever thread that
     happens, and never while the interpreter exits.
     """
-    return _exports().wrap(address, nbytes, device_type, device_id, owner)
+    return _exports().wrap(address, shape, dtype, device_type, device_id, owner)

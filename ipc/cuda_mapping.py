@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ipc.cuda_dlpack import CUDA, wrap
+from ipc.cuda_dlpack import CUDA, TYPES, wrap
 from ipc.cuda_driver import call, driver, is_capturing, primary_context, relaxed
 from ipc.errors import CudaFailed, OutOfBounds
 
@@ -46,9 +46,14 @@ class Mapping:
 
     def tensor(self, offset: int, nbytes: int, owner: object) -> torch.Tensor:
         """uint8 `[nbytes]` at `offset`, without a copy. Its storage keeps the mapping and `owner`."""
+        return self.matrix(offset, (1, nbytes), "uint8", owner)[0]
+
+    def matrix(self, offset: int, shape: tuple[int, int], dtype: str, owner: object) -> torch.Tensor:
+        """The same of another type (a name of `TYPES`), `shape`."""
+        nbytes = shape[0] * shape[1] * TYPES[dtype].num_bits // 8
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise OutOfBounds(f"bytes {offset} to {offset + nbytes} are outside a region of {self.nbytes} bytes")
-        return wrap(self.address + offset, nbytes, CUDA, self.ordinal, (self, owner))
+        return wrap(self.address + offset, shape, dtype, CUDA, self.ordinal, (self, owner))
 
 
 def _map(handle: Any, nbytes: int, ordinal: int, writable: bool) -> int:

@@ -49,6 +49,12 @@ class _Attached:
             raise OutOfBounds("the region is closed")
         return self._mapping.tensor(offset, nbytes, owner)
 
+    def matrix(self, offset: int, shape: tuple[int, int], dtype: str, owner: object) -> torch.Tensor:
+        """As `tensor`, of that shape and type: a name of `cuda_dlpack.TYPES`."""
+        if self._mapping is None:
+            raise OutOfBounds("the region is closed")
+        return self._mapping.matrix(offset, shape, dtype, owner)
+
     def close(self) -> None:
         """Give up the mapping. Tensors stay valid; after the last of them it is unmapped. Twice is harmless.
 

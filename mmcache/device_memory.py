@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 Streams: TypeAlias = "torch.cuda.Stream | Sequence[torch.cuda.Stream] | None"
 
 
+MIN_LOOK = 256
+"""Of shares that were given to streams: whether they have ended is looked at when there are this many, or twice as many
+as at the last look had not."""
+
+
 class DeviceMemory:
     """The memory of a pool on a CUDA device, read only.
 
@@ -49,9 +54,9 @@ class DeviceMemory:
         """This process's name of the device that it is mapped on. Raises `DeviceUnavailable`."""
         return self._mapped().device
 
-    def tensor(self, offset: int, nbytes: int, owner: object) -> torch.Tensor:
-        """The bytes, uint8 `[nbytes]`, whose storage keeps mapping and `owner` alive. Raises `DeviceUnavailable`."""
-        return self._mapped().tensor(offset, nbytes, owner)
+    def tensor(self, offset: int, shape: tuple[int, int], dtype: str, owner: object) -> torch.Tensor:
+        """An embedding, whose storage keeps mapping and `owner` alive. Raises `DeviceUnavailable`."""
+        return (self._reader or self._mapped()).matrix(offset, shape, dtype, owner)
 
     def _mapped(self) -> DeviceReader:
         if self._reader is None:
@@ -84,7 +89,8 @@ class StreamAcknowledgements:
         self._acknowledger: StreamAcknowledger | None = None
         self._lock = threading.Lock()
         self.reads: dict[int, tuple[DeviceMemory, tuple[torch.cuda.Stream, ...]]] = {}
-        self._in_stream: set[int] = set()
+        self._in_stream: list[int] = []
+        self._look_at = MIN_LOOK
 
     @property
     def counters(self) -> dict[str, int]:
@@ -122,29 +128,31 @@ class StreamAcknowledgements:
         """
         memory, named = self.reads[token]
         wanted = [*named, *(listed(streams) or (current_stream(memory.device),))]
-        made = self._made(memory.device)
+        made = self._acknowledger or self._made(memory.device)
         if not claim():
             return
         try:
-            made.acknowledge(token >> 32, token & 0xFFFFFFFF, list(dict.fromkeys(wanted)))
+            made.acknowledge(token >> 32, token & 0xFFFFFFFF, wanted if len(wanted) == 1 else list(set(wanted)))
         except IpcError as error:
             unclaim()
             raise CapturingError(str(error)) from error
         self.reads.pop(token, None)
         with self._lock:
-            self._forget_done()
-            self._in_stream.add(token)
+            self._in_stream.append(token)
+            if len(self._in_stream) >= self._look_at:
+                self._forget_done()
+                self._look_at = max(MIN_LOOK, 2 * len(self._in_stream))
 
     def pending(self) -> list[int]:
         """Shares whose streams are not there yet."""
         with self._lock:
             self._forget_done()
-            return list(self._in_stream)
+            return self._in_stream
 
     def _forget_done(self) -> None:
         # A slot's later generation is higher: the coordinator grants it anew only after it has seen the one before.
         read = self._control.read
-        self._in_stream = {token for token in self._in_stream if (read(token >> 32) - token) & 0xFFFFFFFF >= 1 << 31}
+        self._in_stream = [token for token in self._in_stream if (read(token >> 32) - token) & 0xFFFFFFFF >= 1 << 31]
 
     def _made(self, device: torch.device) -> StreamAcknowledger:
         if self._acknowledger is None:

@@ -160,10 +160,16 @@ class Lease:
             LeaseReleased: after the release.
             DeviceUnavailable: this process cannot map that device's memory; `client.fetch` copies it.
         """
+        if isinstance(self._region, DeviceMemory):
+            there = self._region.tensor(self._grant.offset, (self.num_tokens, self.dim), self.dtype, self._owner())
+            self._live_core().in_streams.viewed(self._token, self._region)
+            return there
         import torch
 
-        flat = self._bytes().view(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32)
-        return flat.view(self.num_tokens, self.dim)
+        owner = self._owner()
+        assert self._region is not None, "it was not released"
+        flat = torch.from_numpy(self._region.view(self._grant.offset, self.nbytes, owner, writable_flag=True))
+        return flat.view(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32).view(self.num_tokens, self.dim)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """The embedding as a read-only array `[num_tokens, dim]`; of bfloat16 a float32 copy, else without a copy.
@@ -235,17 +241,6 @@ class Lease:
         if core is not None and self._token not in core.held:
             core.acknowledge(self._token, stream)
         self._core = self._share = self._region = None  # a pool that is gone is unmapped with its last lease
-
-    def _bytes(self) -> torch.Tensor:
-        owner, offset, nbytes = self._owner(), self._grant.offset, self.nbytes
-        if isinstance(self._region, ReadOnlyRegion):
-            import torch
-
-            return torch.from_numpy(self._region.view(offset, nbytes, owner, writable_flag=True))
-        assert self._region is not None, "it was not released"
-        flat = self._region.tensor(offset, nbytes, owner)
-        self._live_core().in_streams.viewed(self._token, self._region)
-        return flat
 
     def _live_core(self) -> ClientCore:
         if self._core is None or self._token not in self._core.live:

@@ -22,7 +22,7 @@ class Owner:
 
 def wrapped(owner: object, nbytes: int = 256) -> tuple[torch.Tensor, np.ndarray]:
     memory = np.arange(nbytes, dtype=np.uint8)
-    return wrap(memory.ctypes.data, nbytes, CPU, 0, (memory, owner)), memory
+    return wrap(memory.ctypes.data, (1, nbytes), "uint8", CPU, 0, (memory, owner))[0], memory
 
 
 def test_a_tensor_is_the_memory_itself() -> None:
@@ -102,7 +102,7 @@ class Owner:
         print("dropped", flush=True)
 memory = np.zeros(64, np.uint8)
 def tensor():
-    return wrap(memory.ctypes.data, 64, CPU, 0, Owner())
+    return wrap(memory.ctypes.data, (1, 64), "uint8", CPU, 0, Owner())
 gc.disable()
 torch.left = tensor()
 here = tensor()
@@ -124,3 +124,14 @@ def test_tensors_that_outlive_the_interpreter_call_nothing_back(when: str) -> No
         [sys.executable, "-c", EXIT, when], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "bfloat16"])
+def test_types_and_shapes(dtype: str) -> None:
+    memory = np.random.default_rng(3).integers(0, 256, 4096, np.uint8)
+    torch_type = getattr(torch, dtype)
+    shape = (4, 1024 // torch_type.itemsize)
+    tensor = wrap(memory.ctypes.data, shape, dtype, CPU, 0, memory)
+    assert (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()) == (torch_type, shape, True)
+    assert torch.equal(tensor.view(torch.uint8).flatten(), torch.from_numpy(memory))
+    assert wrap(memory.ctypes.data, (0, 8), dtype, CPU, 0, memory).shape == (0, 8)

@@ -31,10 +31,11 @@ def test_grants_on_their_way_end_with_a_timeout(sidecar: SidecarProcess) -> None
 
 
 def test_timeout_is_bounded_and_leaks_nothing(tmp_path: Path) -> None:
-    with SidecarProcess(tmp_path, pool_bytes="1MiB") as sidecar, sidecar.connect(timeout=2) as client:
+    with SidecarProcess(tmp_path, pool_bytes="1MiB") as sidecar, sidecar.connect() as client:
         big = [image(seed, 448, 448) for seed in range(4)]  # 256 tokens of 1 KiB each: four of them fill the pool
         leases = client.encode(big)
-        (result,) = client.encode([image(9, 448, 448)], errors="return")
+        with sidecar.connect(timeout=4) as hasty:
+            (result,) = hasty.encode([image(9, 448, 448)], errors="return")
         assert isinstance(result, mmcache.PoolExhausted)
         assert f"pid {os.getpid()}" in result.reason, "the biggest holder is named"
         (result,) = client.encode([image(10, 28 * 40, 28 * 40)], errors="return")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
@@ -24,6 +24,8 @@ PREFIX = struct.Struct("<HHHHII")
 MAX_HEADER_BYTES = 1 << 20
 MAX_BODY_BYTES = 4 << 20
 MAX_DESCRIPTORS = 16
+MAX_JOINED_BYTES = 16 << 10
+"""What one call sends of several frames: the system keeps so much in one piece, with its descriptors."""
 
 
 class Kind(IntEnum):
@@ -129,6 +131,31 @@ def pack_frame(
     return OutgoingFrame(b"".join((prefix, header, body)), fds, owned)
 
 
+def joined(frames: Iterable[OutgoingFrame]) -> Iterator[OutgoingFrame]:
+    """The same frames, in order, as few as their receiver can take at once: each one is sent by one call.
+
+    Descriptors have to be their frames' own.
+    """
+    together: list[OutgoingFrame] = []
+    num_bytes = num_fds = 0
+    for frame in frames:
+        num_bytes += len(frame.data)
+        num_fds += len(frame.fds)
+        if together and (num_bytes > MAX_JOINED_BYTES or num_fds > MAX_DESCRIPTORS):
+            yield _joined(together)
+            together, num_bytes, num_fds = [], len(frame.data), len(frame.fds)
+        together.append(frame)
+    if together:
+        yield _joined(together)
+
+
+def _joined(frames: list[OutgoingFrame]) -> OutgoingFrame:
+    if len(frames) == 1:
+        return frames[0]
+    fds = [fd for frame in frames for fd in frame.fds]
+    return OutgoingFrame(b"".join(frame.data for frame in frames), fds, owned=bool(fds))
+
+
 def parse(model: type[M], frame: Frame) -> M:
     """Validate a frame's header.
 
@@ -160,13 +187,13 @@ class FrameReader:
         """Take what one read of the socket returned.
 
         Raises:
-            ProtocolError: more descriptors wait than one frame may have.
+            ProtocolError: more descriptors wait than two frames may have.
         """
         self._buffer = self._buffer + data if self._buffer else data
         if fds:
             self._fds.extend(fds)
-            if len(self._fds) > MAX_DESCRIPTORS:
-                raise ProtocolError(f"{len(self._fds)} descriptors came for one frame")
+            if len(self._fds) > 2 * MAX_DESCRIPTORS:  # with the end of one frame comes the beginning of the next
+                raise ProtocolError(f"{len(self._fds)} descriptors wait for their frames")
 
     def next_frame(self) -> Frame | None:
         """The next complete frame, or None.

@@ -70,7 +70,7 @@ class Child:
             ours.close()
             raise
         self._loop.add_reader(self._pidfd, self._died)
-        self.channel = Channel(poller, ours, on_frame, self._channel_closed)
+        self.channel = Channel(poller, ours, on_frame, self._channel_closed, gathers=True)
 
     def _watched(self) -> int:
         try:

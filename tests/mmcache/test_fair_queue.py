@@ -1,0 +1,137 @@
+"""Fair queueing: shares by weight, no credit for idleness, and no wait behind what a stranger has queued."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmcache.server.fair_queue import MAX_IDLE_FLOWS, FairQueue
+
+
+def served(queue: FairQueue[str], number: int) -> list[str]:
+    """Take that many, each when it is due."""
+    return [queue.take(next(queue.ahead())) for _ in range(number)]
+
+
+def test_one_flow_is_served_in_order() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in "abcdef":
+        queue.put(item, "flow", 1.0, 3.0)
+    assert "".join(served(queue, 6)) == "abcdef"
+    assert len(queue) == 0
+    assert next(queue.ahead(), None) is None
+
+
+def test_one_item_is_not_stuck_behind_five_hundred() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(500):
+        queue.put(f"bulk {number}", "bulk", 1.0, 1.0)
+    served(queue, 20)
+    queue.put("small", "other", 1.0, 1.0)
+    assert "small" in served(queue, 2)
+
+
+@pytest.mark.parametrize(("weights", "costs"), [((1, 1), (1, 1)), ((8, 1), (1, 1)), ((1, 1), (1, 5)), ((3, 1), (2, 7))])
+def test_service_is_shared_by_weight(weights: tuple[float, float], costs: tuple[float, float]) -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(2000):
+        for flow, weight, cost in zip("ab", weights, costs, strict=True):
+            queue.put(flow, flow, weight, cost)
+    taken = Counter(served(queue, 1000))
+    service = [taken[flow] * cost for flow, cost in zip("ab", costs, strict=True)]
+    assert service[0] / service[1] == pytest.approx(weights[0] / weights[1], rel=0.05)
+
+
+def test_idleness_is_no_credit() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.put("early", "idler", 1.0, 1.0)
+    served(queue, 1)
+    for _ in range(200):
+        queue.put("busy", "busy", 1.0, 1.0)
+    served(queue, 100)
+    for _ in range(100):
+        queue.put("idler", "idler", 1.0, 1.0)
+    assert Counter(served(queue, 100))["idler"] == pytest.approx(50, abs=2)
+
+
+def test_a_flow_that_comes_and_goes_gains_nothing() -> None:
+    """Served one at a time, it has nothing queued in between, and still gets no more than its share."""
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(300):
+        queue.put("steady", "steady", 1.0, 1.0)
+    taken: Counter[str] = Counter()
+    waiting = False
+    for _ in range(200):
+        if not waiting:
+            queue.put("hasty", "hasty", 1.0, 1.0)
+            waiting = True
+        (item,) = served(queue, 1)
+        taken[item] += 1
+        waiting = waiting and item != "hasty"
+    assert taken["hasty"] == pytest.approx(100, abs=2)
+
+
+def test_what_leaves_is_not_charged() -> None:
+    queue: FairQueue[str] = FairQueue()
+    gone = [queue.put("gone", "a", 1.0, 100.0) for _ in range(5)]
+    queue.put("b", "b", 1.0, 1.0)
+    queue.put("a", "a", 1.0, 1.0)
+    for ticket in gone:
+        queue.remove(ticket)
+        queue.remove(ticket)
+    assert len(queue) == 2
+    assert sorted(served(queue, 2)) == ["a", "b"]
+
+
+def test_taking_out_of_turn_is_charged() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.put("a1", "a", 1.0, 1.0)
+    large = queue.put("a2", "a", 1.0, 10.0)
+    for number in range(12):
+        queue.put(f"b{number}", "b", 1.0, 1.0)
+    assert queue.take(large) == "a2"
+    assert "a1" not in served(queue, 9)
+    assert "a1" in served(queue, 3)
+
+
+def test_flows_are_forgotten_when_they_owe_nothing() -> None:
+    queue: FairQueue[int] = FairQueue()
+    for number in range(4 * MAX_IDLE_FLOWS):
+        queue.take(queue.put(number, number, 1.0, 1.0))
+    assert len(queue._flows) <= MAX_IDLE_FLOWS + 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1.0, 8.0]), st.floats(0.01, 10)), max_size=60), st.randoms()
+)
+def test_everything_is_served_once_and_in_the_announced_order(
+    puts: list[tuple[int, float, float]], chance: random.Random
+) -> None:
+    queue: FairQueue[int] = FairQueue()
+    tickets = [queue.put(number, flow, weight, cost) for number, (flow, weight, cost) in enumerate(puts)]
+    removed = set(chance.sample(range(len(tickets)), len(tickets) // 4))
+    for number in removed:
+        queue.remove(tickets[number])
+    announced = [ticket.item for ticket in queue.ahead()]
+    assert announced == [ticket.item for ticket in itertools.islice(queue.ahead(), len(puts))], (
+        "looking changes nothing"
+    )
+    taken = []
+    while len(queue):
+        taken.append(queue.take(next(queue.ahead())))
+    assert sorted(taken) == sorted(set(range(len(puts))) - removed)
+    assert taken == announced
+
+
+def test_a_weight_that_is_none_is_refused() -> None:
+    queue: FairQueue[str] = FairQueue()
+    with pytest.raises(ValueError, match="weight must be positive"):
+        queue.put("a", "a", 0.0, 1.0)
+    with pytest.raises(ValueError, match="cost not negative"):
+        queue.put("a", "a", 1.0, -1.0)

@@ -1,4 +1,4 @@
-"""Packs what is ready for a rank into microbatches under a patch budget.
+"""What one rank has in its hands: microbatches under a patch budget, and what is bound to it and goes into the next.
 
 Nothing waits while the rank is idle, unless a rate is set that leaves time to whoever shares its device.
 """
@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ipc.pool import Extent
 from mmcache.errors import ContentMismatch, EncodeFailed, NonFiniteEmbedding
 from mmcache.server.decoders import Pixels
 from mmcache.server.messages import Ran, Run
 from mmcache.server.staged import StagedPixels
+
+if TYPE_CHECKING:
+    from ipc.pool import Extent
+    from mmcache.server.flight import Flight
+    from mmcache.server.rank import Rank
 
 
 class RankLostError(Exception):
@@ -27,21 +32,45 @@ class RecalledError(Exception):
 
 @dataclass(slots=True, eq=False)
 class EncodeJob:
-    """One item on its way through a rank. `done` gives the seconds that the encode took."""
+    """One item on its way through a rank.
+
+    Attributes:
+        nbytes: of its embedding.
+        rank, extent: who encodes it and where it is written, once it is bound.
+        flight: that waits for it, if one does.
+        done: gives the seconds that the encode took.
+    """
 
     pixels: Pixels | StagedPixels
-    extent: Extent
     num_patches: int
     num_tokens: int
+    nbytes: int
     cost_s: float
+    flight: Flight | None = None
+    rank: Rank | None = None
+    extent: Extent | None = None
     done: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def bind(self, rank: Rank, extent: Extent) -> EncodeJob:
+        """It is this rank's from now on. Raises `SliceGone` if its staged pixels are over; it is bound even so."""
+        self.rank, self.extent = rank, extent
+        if self.flight is not None:
+            self.flight.extent = extent
+        if isinstance(self.pixels, StagedPixels):
+            self.pixels.slice.begin_read()
+        return self
 
 
 class Batcher:
-    """The queue of one rank. One microbatch is in flight at a time.
+    """One microbatch is in flight at a time.
 
-    `patches_per_second`: most that are begun, on the mean; 0 for no limit. After a microbatch the next waits until it
-    is paid for. `queued_s`: predicted seconds of everything that is queued or in flight.
+    `supply` is asked for jobs whenever a microbatch can begin: for as many patches as there are left of it, and whether
+    one job alone may exceed that. `patches_per_second`: most that are begun, on the mean; 0 for no limit. After a
+    microbatch the next waits until it is paid for.
+
+    Attributes:
+        queued_s: predicted seconds of all that is bound to the rank or in flight.
+        supply: see above; there is none before the rank is at work.
     """
 
     def __init__(self, send: Callable[[Run], None], max_patches: int, patches_per_second: int = 0) -> None:
@@ -51,9 +80,11 @@ class Batcher:
         self._loop = asyncio.get_running_loop()
         self._not_before = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self.supply: Callable[[int, bool], Iterable[EncodeJob]] = lambda _room, _alone: ()
         self.num_rests = 0
         self._queue: deque[EncodeJob] = deque()
         self._running: list[EncodeJob] = []
+        self._began_s = 0.0
         self._last_batch = 0
         self._paused: asyncio.Future[None] | None = None
         self.queued_s = 0.0
@@ -62,14 +93,26 @@ class Batcher:
     def __len__(self) -> int:
         return len(self._queue) + len(self._running)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a microbatch could begin at once."""
+        return not self._running and self._paused is None and self._loop.time() >= self._not_before
+
+    @property
+    def left_s(self) -> float:
+        """Predicted seconds until all that it has is done."""
+        passed = self._loop.time() - self._began_s if self._running else 0.0
+        running_s = sum(job.cost_s for job in self._running)
+        return max(self.queued_s - min(passed, running_s), 0.0) + max(self._not_before - self._loop.time(), 0.0)
+
     def submit(self, job: EncodeJob) -> asyncio.Future[float]:
-        """Queue a job.
+        """Queue a job that is bound to this rank; such jobs come first.
 
         The future raises `NonFiniteEmbedding`, `EncodeFailed` (the batch failed), `RankLostError` or `RecalledError`.
         """
         self._queue.append(job)
         self.queued_s += job.cost_s
-        self._pump()
+        self.pump()
         return job.done
 
     def ran(self, result: Ran) -> None:
@@ -88,19 +131,19 @@ class Batcher:
             elif not result.finite[i]:
                 job.done.set_exception(NonFiniteEmbedding("the encoder produced NaN or Inf; nothing was cached"))
             else:
-                job.done.set_result(result.seconds * job.cost_s / total_s)
-        self._pump()
+                job.done.set_result(result.seconds * (job.cost_s / total_s if total_s else 1 / len(batch)))
+        self.pump()
 
     async def pause(self) -> None:
         """Begin no batch until `resume`; returns when none is in flight any more."""
         self._paused = asyncio.get_running_loop().create_future()
-        self._pump()
+        self.pump()
         await self._paused
 
     def resume(self) -> None:
         """Begin batches again."""
         self._paused = None
-        self._pump()
+        self.pump()
 
     def recall(self) -> None:
         """Every job that is queued ends with `RecalledError`."""
@@ -117,39 +160,36 @@ class Batcher:
         self._queue.clear()
         for job in jobs:
             job.done.set_exception(RankLostError())
-        self._pump()
+        self.pump()
 
-    def _pump(self) -> None:
+    def pump(self) -> None:
+        """Begin a microbatch, if that can be and there is something to do."""
         if self._paused is not None:
             if not self._running and not self._paused.done():
                 self._paused.set_result(None)
             return
-        if self._running or not self._queue or self._rests():
+        if self._running or self._rests():
             return
+        batch: list[EncodeJob] = []
         patches = 0
-        # An item above the budget runs alone.
-        while self._queue and (not self._running or patches + self._queue[0].num_patches <= self._max_patches):
+        while self._queue and (not batch or patches + self._queue[0].num_patches <= self._max_patches):
             job = self._queue.popleft()
             patches += job.num_patches
-            self._running.append(job)
+            batch.append(job)
+        for job in self.supply(self._max_patches - patches, not batch):
+            patches += job.num_patches
+            self.queued_s += job.cost_s
+            batch.append(job)
+        if batch:
+            self._begin(batch, patches)
+
+    def _begin(self, batch: list[EncodeJob], patches: int) -> None:
+        self._running, self._began_s = batch, self._loop.time()
         if self._patches_per_second:
-            self._not_before = self._loop.time() + patches / self._patches_per_second
+            self._not_before = self._began_s + patches / self._patches_per_second
         self._last_batch += 1
         self.num_batches += 1
-        batch = self._running
-        sizes = [_size(job.pixels) for job in batch]
-        staged = [(place, job.pixels) for place, job in enumerate(batch) if isinstance(job.pixels, StagedPixels)]
-        run = Run(
-            batch_id=self._last_batch,
-            sources=[job.pixels.offset for job in batch],
-            num_frames=[size[0] for size in sizes],
-            heights=[size[1] for size in sizes],
-            widths=[size[2] for size in sizes],
-            claims={place: pixels.slice.claimed() for place, pixels in staged},
-            extents=[job.extent.offset for job in batch],
-            num_tokens=[job.num_tokens for job in batch],
-        )
-        self._send(run)
+        self._send(run_of(self._last_batch, batch))
 
     def _rests(self) -> bool:
         """Whether what was begun is not paid for yet; then this is looked at again when it is."""
@@ -157,13 +197,32 @@ class Batcher:
         if rest_s <= 0:
             return False
         if self._timer is None:
-            self.num_rests += 1
             self._timer = self._loop.call_later(rest_s, self._rested)
         return True
 
     def _rested(self) -> None:
         self._timer = None
-        self._pump()
+        num_batches = self.num_batches
+        self.pump()
+        self.num_rests += self.num_batches > num_batches  # somebody waited for it
+
+
+def run_of(batch_id: int, batch: list[EncodeJob]) -> Run:
+    """What the rank is told of a microbatch."""
+    sizes = [_size(job.pixels) for job in batch]
+    staged = [(place, job.pixels) for place, job in enumerate(batch) if isinstance(job.pixels, StagedPixels)]
+    extents = [job.extent.offset for job in batch if job.extent is not None]
+    assert len(extents) == len(batch), "what is bound to a rank has its extent"
+    return Run(
+        batch_id=batch_id,
+        sources=[job.pixels.offset for job in batch],
+        num_frames=[size[0] for size in sizes],
+        heights=[size[1] for size in sizes],
+        widths=[size[2] for size in sizes],
+        claims={place: pixels.slice.claimed() for place, pixels in staged},
+        extents=extents,
+        num_tokens=[job.num_tokens for job in batch],
+    )
 
 
 def _size(pixels: Pixels | StagedPixels) -> tuple[int, int, int]:

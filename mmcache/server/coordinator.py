@@ -35,6 +35,7 @@ from mmcache.server.rank import Rank
 from mmcache.server.ranks import Ranks
 from mmcache.server.reload import Reloads
 from mmcache.server.requests import Request
+from mmcache.server.scheduler import Scheduler
 from mmcache.server.stage_frames import claim_slices
 from mmcache.server.staging import StagingDesk
 from mmcache.server.stats import Stats, snapshot
@@ -74,6 +75,10 @@ class Coordinator:
         self._facts: ModelFacts | None = None
         self._flights: dict[bytes, Flight] = {}
         self.misses = MissPath(self)
+        self.scheduler = Scheduler(
+            lambda: self.ranks.ready, lambda: self.misses.waits_for_room, settings.max_batch_patches
+        )
+        self.ranks.on_switch = self.scheduler.recall
         self.verifier = Verifier(self, settings.verify_sample, random.Random(seed))  # noqa: S311  # no secret
         self.reloads = Reloads(self)
         self.background = Background(self.stats)
@@ -224,8 +229,8 @@ class Coordinator:
 
     @property
     def has_time(self) -> bool:
-        """Whether no request waits for a decoder or for room in a pool."""
-        return self.decoders.is_idle and not self.misses.waits_for_room
+        """Whether no request waits for a decoder, a rank, or room in a pool."""
+        return self.decoders.is_idle and not self.misses.waits_for_room and not len(self.scheduler)
 
     def end(self, flight: Flight) -> None:
         """A flight is over: the next miss of its key starts a new one."""
@@ -234,6 +239,7 @@ class Coordinator:
 
     def _rank_added(self, rank: Rank) -> None:
         assert rank.memory is not None, "it is warm"
+        self.scheduler.serve(rank)
         if self.pools.add(rank, rank.memory):
             for connection in self._open_connections():
                 connection.add_pool(rank.memory)

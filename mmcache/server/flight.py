@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from mmcache.errors import ItemError
@@ -26,11 +27,12 @@ class Flight:
         stage: what it waits for, for error messages.
         place: in the queue for room in the pool, while it waits for that.
         extent: where its embedding is written to, since it has room.
+        on_abandoned: called when its last waiter leaves, while it is queued for a rank.
         supplied: while a waiter's client is asked for the bytes: gives them and whose they are, or None if that
             client will not send them.
     """
 
-    __slots__ = ("extent", "key", "place", "stage", "supplied", "waiters")
+    __slots__ = ("extent", "key", "on_abandoned", "place", "stage", "supplied", "waiters")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
@@ -38,6 +40,7 @@ class Flight:
         self.stage = "looked up"
         self.place: Place[Flight] | None = None
         self.extent: Extent | None = None
+        self.on_abandoned: Callable[[], None] | None = None
         self.supplied: asyncio.Future[tuple[Waiter, Supplied] | None] | None = None
 
     @property
@@ -58,6 +61,8 @@ class Flight:
         self.waiters.pop((request, position), None)
         if was_first:
             self._answer(None)
+        if not self.waiters and self.on_abandoned is not None:
+            self.on_abandoned()
         if self.place is not None:
             if not self.waiters:
                 self.place.wake()

@@ -17,6 +17,7 @@ from mmcache.server.decoders import Pixels, Supplied
 from mmcache.server.facts import ModelFacts
 from mmcache.server.flight import Flight, Waiter
 from mmcache.server.placing import AbandonedError, GaveWayError, Placing
+from mmcache.server.scheduler import NoRoomError
 from mmcache.server.sources import SUPPLY_PATIENCE_S, blame, is_written, sizes
 from mmcache.server.staged import StagedPixels
 from mmcache.tiers.base import Entry
@@ -199,27 +200,23 @@ class MissPath:
         raise failure
 
     async def _encode_once(self, flight: Flight, pixels: Pixels | StagedPixels, served: ModelFacts) -> bool:
-        """Place, encode and publish an item. False when its rank died, or when `served` is not served any more."""
+        """Encode and publish an item. False when its rank died, or when `served` is not served any more."""
         grid, patches, tokens = sizes(pixels, served)
-        nbytes = tokens * served.token_bytes
-        rank, extent = await self.placing.place(flight, nbytes, patches, may_give_way=True)
-        flight.stage = "encoded"
-        seconds = None
+        cost_s = self._home.ranks.cost.item_seconds(patches)
+        job = EncodeJob(pixels, patches, tokens, tokens * served.token_bytes, cost_s, flight)
+        is_good = False
         try:
-            if served.fingerprint == self._home.fingerprint:
-                if isinstance(pixels, StagedPixels):
-                    pixels.slice.begin_read()
-                job = EncodeJob(pixels, extent, patches, tokens, rank.cost.item_seconds(patches))
-                seconds = await rank.batcher.submit(job)
-        except (RankLostError, RecalledError):
-            pass
-        except ItemError:
-            rank.pool.abandon(extent)
-            raise
-        # The rank died, maybe right after its answer, or the model changed.
-        if seconds is None or extent.is_lost or served.fingerprint != self._home.fingerprint:
-            rank.pool.abandon(extent)
+            seconds = await self._run(flight, job, served)
+            # The rank may have died right after its answer, or the model changed.
+            is_served = served.fingerprint == self._home.fingerprint
+            is_good = seconds is not None and is_served and job.extent is not None and not job.extent.is_lost
+        finally:
+            if not is_good and job.rank is not None and job.extent is not None:
+                job.rank.pool.abandon(job.extent)
+        if not is_good:
             return False
+        rank, extent = job.rank, job.extent
+        assert seconds is not None and rank is not None and extent is not None, "it is good"  # noqa: PT018
         self._home.stats.encoded += 1
         self._home.stats.encode_seconds += seconds
         if self._home.publish(flight, rank, extent, seconds, (tokens, *grid), ENCODED):
@@ -227,6 +224,31 @@ class MissPath:
         if isinstance(pixels, StagedPixels):  # whoever needed it may have left
             pixels.slice.cached(rank.pool, self._home.pools.index[flight.key])
         return True
+
+    async def _run(self, flight: Flight, job: EncodeJob, served: ModelFacts) -> float | None:
+        """Have a rank encode it: the seconds that it took. None when its rank died or the model changed."""
+        self.placing.check_size(job.nbytes)
+        scheduler = self._home.scheduler
+        try:
+            try:
+                if (first := flight.first()) is None:
+                    raise AbandonedError
+                flight.stage = "encoded"
+                flight.on_abandoned = lambda: scheduler.fail(job, AbandonedError())
+                return await scheduler.put(job, first[0].connection, 1.0)
+            except NoRoomError:
+                flight.on_abandoned = None
+                rank, extent = await self.placing.place(flight, job.nbytes, job.num_patches, may_give_way=True)
+                if served.fingerprint != self._home.fingerprint:
+                    rank.pool.abandon(extent)
+                    return None
+                flight.stage = "encoded"
+                job.done = self._loop.create_future()
+                return await rank.batcher.submit(job.bind(rank, extent))
+            finally:
+                flight.on_abandoned = None
+        except (RankLostError, RecalledError):
+            return None
 
     def _spawn(self, work: Coroutine[object, object, None], flights: Sequence[Flight]) -> None:
         """Run a task. A fault of ours in it fails its flights at once instead of at their deadline."""

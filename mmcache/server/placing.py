@@ -74,7 +74,7 @@ class Placing:
             AbandonedError: nobody waits for it any more.
             GaveWayError: see there; only if it may.
         """
-        self._check_size(nbytes)
+        self.check_size(nbytes)
         if not flight.waiters:
             raise AbandonedError
         flight.stage = STAGE
@@ -125,7 +125,8 @@ class Placing:
     def _pools(self) -> list[Pool]:
         return [rank.pool for rank in self._home.ranks.ready]
 
-    def _check_size(self, nbytes: int) -> None:
+    def check_size(self, nbytes: int) -> None:
+        """Raise `PoolExhausted` if an embedding could never fit."""
         pools = self._pools()
         if pools and all(nbytes > pool.bytes_total for pool in pools):
             largest = max(pool.bytes_total for pool in pools)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from encoder.sharding import CostModel
 from ipc.devices import num_devices
 from ipc.pool import Extent
 from mmcache.config import Settings
@@ -35,6 +36,7 @@ class Ranks:
         seed: of content keys.
         region_fd: gives the descriptor of a staging region, None if it is gone.
         model: what a rank that starts is told to load.
+        on_switch: told when another model is served from now on, before any rank begins with it.
         facts: what a rank must have loaded to take work; None before the first is warm.
     """
 
@@ -59,6 +61,7 @@ class Ranks:
         self._on_lost = on_lost
         self._on_retired = on_retired
         self.on_evict = on_evict
+        self.on_switch: Callable[[], None] = lambda: None
         self._loop = asyncio.get_running_loop()
         self._slots: list[Rank | None] = [None] * settings.ranks
         self._left: list[PoolMemory | None] = [None] * settings.ranks
@@ -78,6 +81,12 @@ class Ranks:
     def ready(self) -> list[Rank]:
         """Ranks that take work."""
         return [rank for rank in self._slots if rank is not None and rank.is_ready]
+
+    @property
+    def cost(self) -> CostModel:
+        """What predicts an item's time while no rank is chosen; of no rank, nothing."""
+        ready = self.ready
+        return ready[0].cost if ready else CostModel(0.0, 0.0, 0.0)
 
     @property
     def pids(self) -> list[int]:
@@ -176,6 +185,8 @@ class Ranks:
                 assert not rank.is_ready, "every rank at work has loaded it"
                 rank.failure = SidecarError("the model changed while it started")
                 rank.child.kill()
+        if is_new:
+            self.on_switch()
         for rank in before:
             if is_new:
                 rank.batcher.recall()

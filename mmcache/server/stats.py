@@ -112,7 +112,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
         "encode": {
             "seconds": round(stats.encode_seconds, 6),
             "batches": coordinator.pools.num_past_batches + sum(rank.batcher.num_batches for rank in ranks.ready),
-            "queued": sum(len(rank.batcher) for rank in ranks.ready),
+            "queued": len(coordinator.scheduler) + sum(len(rank.batcher) for rank in ranks.ready),
         },
         "loop_lag": coordinator.lag.counters(),
         "store": coordinator.store.counters(),

@@ -227,7 +227,8 @@ class Verifier:
             if fresh is None:
                 raise _NoVerdictError
             try:
-                await rank.batcher.submit(EncodeJob(pixels, fresh, patches, tokens, cost_s))
+                job = EncodeJob(pixels, patches, tokens, fresh.nbytes, cost_s)
+                await rank.batcher.submit(job.bind(rank, fresh))
                 if self._home.pools.get(key) is not extent:
                     raise _NoVerdictError
                 return self._judged(await rank.compare(extent, fresh, tokens))

@@ -93,7 +93,8 @@ async def measure(socket: Path, options: argparse.Namespace) -> dict[str, Any]:
             lag = (await client.stats())["loop_lag"]
             loads.append({"load": load, "requests": len(times), **found, "loop_lag": lag})
             shown = ", ".join(f"{name} {value:.1f}" for name, value in found.items())
-            print(f"{load:.0%} of it, {len(times)} requests: {shown} ms; lag p99 {lag['p99_ms']:.2f} ms", flush=True)
+            print(f"{load:.0%} of it, {len(times)} requests: {shown} ms", flush=True)
+            print(f"  lag of the loop, p99 of the last minute: {lag['p99_ms']:.2f} ms", flush=True)
     return {"capacity": most, "loads": loads}
 
 

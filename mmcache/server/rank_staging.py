@@ -31,13 +31,18 @@ class LockedCopy:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._is_read: torch.cuda.Event | None = None
 
     def materialize(self, slices: Sequence[Slice], out: torch.Tensor, observe: Sequence[Observer]) -> None:
-        """As `ipc.materialize`, with `out` on a device and on its current stream, which is to be done before the next
-        call."""
+        """As `ipc.materialize`, with `out` on a device, on whose current stream it is made.
+
+        Waits until the device has read what the call before brought.
+        """
         from ipc.materialize_cuda import DeviceSlice
         from ipc.materialize_cuda import materialize as materialize_there
 
+        if self._is_read is not None:
+            self._is_read.synchronize()
         starts = list(accumulate((round_up(one.data.nbytes, ALIGNMENT) for one in slices), initial=0))
         if starts[-1] > self._memory.numel():
             self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
@@ -48,6 +53,7 @@ class LockedCopy:
             show(here.data)
         there = [DeviceSlice(part, one.dtype, one.num_rows) for one, part in zip(slices, parts, strict=True)]
         materialize_there(there, out)
+        self._is_read = torch.cuda.current_stream(out.device).record_event()
 
 
 class StagedReader:
@@ -75,7 +81,7 @@ class StagedReader:
         """Read the items that are claimed; those whose bytes are not those of their key are left out.
 
         Rows that are normalised already come as parts of one tensor, end to end in the order of their places. On a
-        device they are made on the current stream, and the next call may be made when that has done so.
+        device they are made on the current stream.
         """
         items: dict[Place, Item] = {}
         rows: list[tuple[Place, Claim, PatchHeader]] = []

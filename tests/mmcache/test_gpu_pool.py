@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ import mmcache
 from encoder.model import Encoder
 from encoder.patches import PatchRows
 from encoder.preprocess import preprocess
+from ipc.materialize import Slice
+from mmcache.server.rank_staging import LockedCopy
 from tests.mmcache.gpu_clients import run_client, sidecar_on_cuda
 from tests.mmcache.support import SidecarProcess, eventually, image
 
@@ -230,6 +233,18 @@ def test_staged_rows_of_several_types(cuda_sidecar: SidecarProcess, client: mmca
         torch.testing.assert_close(lease.tensor, out, rtol=1e-5, atol=1e-5)
         lease.release()
     assert client.device_counters["unlocked_bytes"] == 0
+
+
+def test_locked_memory_is_not_reused_before_the_device_has_read_it() -> None:
+    locked = LockedCopy()
+    outs = []
+    busy(torch.cuda.current_stream())
+    for value in range(3):
+        rows = np.full(64 * 588, value, np.uint8)
+        out = torch.empty(64, 588, device="cuda")
+        locked.materialize([Slice(rows, "uint8", 64)], out, [lambda _: None])
+        outs.append(out)
+    assert [out.unique().tolist() for out in outs] == [[0.0], [1.0], [2.0]]
 
 
 def test_close_in_a_capture_is_refused(cuda_sidecar: SidecarProcess) -> None:

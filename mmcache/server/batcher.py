@@ -62,6 +62,11 @@ class Batcher:
     def __len__(self) -> int:
         return len(self._queue) + len(self._running)
 
+    @property
+    def running_patches(self) -> list[int]:
+        """Patches of each item of the batch in flight."""
+        return [job.num_patches for job in self._running]
+
     def submit(self, job: EncodeJob) -> asyncio.Future[float]:
         """Queue a job.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ipc.leases import Holder
 from ipc.shares import HolderState
 from mmcache._version import __version__
+from mmcache.server.costs import error_counters
 from mmcache.server.keepings import Keeping, extents_held, keepings
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "batches": coordinator.pools.num_past_batches + sum(rank.batcher.num_batches for rank in ranks.ready),
             "queued": sum(len(rank.batcher) for rank in ranks.ready),
         },
+        "cost": error_counters([rank.cost for rank in ranks.ready])
+        | {"ranks": [rank.cost.counters() for rank in ranks.ready]},
         "store": coordinator.store.counters(),
         "verify": dict(coordinator.verifier.counters),
     }

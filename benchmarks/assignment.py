@@ -1,6 +1,6 @@
 """How evenly items are spread over ranks: `encoder.sharding.assign` against the common rule, on the committed traces.
 
-    python -m benchmarks.assignment [--sleep] [--trace NAME]
+    python -m benchmarks.assignment [--sleep] [--items 8] [--trace NAME]
 
 The common rule: the item with most patches first, to the rank with the fewest patches. Both get the same windows of a
 trace, 4, 8 and 16 items a rank. Times are those of the cost model; it is fitted to what one H200 took for moonvit in
@@ -191,9 +191,9 @@ def slept(part: Sequence[int], ranks: Sequence[int], model: CostModel, num_ranks
     return time.perf_counter() - began
 
 
-def sleep(name: str, patches: Sequence[int], model: CostModel) -> None:
+def sleep(name: str, patches: Sequence[int], model: CostModel, per_rank: int) -> None:
     for num_ranks in RANKS:
-        parts = list(windows(patches, 8 * num_ranks))[:NUM_SLEPT]
+        parts = list(windows(patches, per_rank * num_ranks))[:NUM_SLEPT]
         found = {
             rule: [
                 slept(part, rule(part, model, num_ranks), model, num_ranks)
@@ -204,12 +204,14 @@ def sleep(name: str, patches: Sequence[int], model: CostModel) -> None:
         }
         common, ours = (spread(found[rule]) for rule in (most_patches_first, by_cost))
         gain = fmean(c / o for c, o in zip(*found.values(), strict=True))
-        print(f"{name:<12} {num_ranks} ranks, 8 items each, slept: common {common}, ours {ours}, ratio {gain:.3f}")
+        what = f"{num_ranks} ranks, {per_rank} items each, slept"
+        print(f"{name:<12} {what}: common {common}, ours {ours}, ratio {gain:.3f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sleep", action="store_true", help="run it with encoders that sleep")
+    parser.add_argument("--items", type=int, default=8, choices=range(4, 65), help="a rank, when it sleeps")
     parser.add_argument("--trace", choices=list(TRACES), help="one trace alone")
     options = parser.parse_args()
     model, processor = fit(PRESETS["kimi-k2.5"], H200), ProcessorConfig()
@@ -219,7 +221,10 @@ def main() -> None:
         patches = [num_patches(grid_thw(size.width, size.height, processor, size.frames)) for size in sizes]
         largest, mean = max(patches), fmean(patches)
         print(f"{name}: {len(patches)} items of {min(patches)} to {largest} patches, {mean:.0f} on the mean")
-        (sleep if options.sleep else compare)(name, patches, model)
+        if options.sleep:
+            sleep(name, patches, model, options.items)
+        else:
+            compare(name, patches, model)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from encoder.sizing import grid_thw, num_patches, num_tokens
 CALIBRATION_VERSION: Final = 1
 """Raised when what is measured, or what it is fitted to, changes: what was kept before is of no use then."""
 
-BUDGET_S: Final = {"cuda": 1.5, "cpu": 0.5}
+BUDGET_S: Final = {"cuda": 1.5, "cpu": 0.8}
 """A batch is left out if all of them might take longer together. The first `MIN_BATCHES` are measured however long."""
 MIN_BATCHES: Final = 2
-MAX_REPEATS: Final = 4
+MAX_ROUNDS: Final = 8
 
-BATCHES: Final = ((1, 1), (8, 1), (4, 8), (16, 1), (4, 32), (8, 8), (32, 1), (16, 8), (50, 1), (64, 1))
+BATCHES: Final = ((1, 1), (4, 1), (8, 1), (4, 8), (16, 1), (4, 32), (8, 8), (32, 1), (16, 8), (50, 1), (64, 1))
 """Side of square images in tiles (of 2 x 2 patches in MoonViT), and how many of them, by growing work."""
 
 ATTENTION_SHARE: Final = 0.2
@@ -44,7 +44,7 @@ def calibrate(encoder: Encoder, budget_s: float | None = None) -> CostModel:
     """Encode a few batches of one and of many images and fit the cost model to what they took.
 
     Takes `budget_s` at most if the device is fast enough to measure two batches in it, by default 1.5 s on CUDA and
-    0.5 s on a CPU. The encoder is warm. Nothing that was measured leaves device memory reserved.
+    0.8 s on a CPU. The encoder is warm. Nothing that was measured leaves device memory reserved.
     """
     budget = BUDGET_S[encoder.device.type] if budget_s is None else budget_s
     measured = measure(encoder, budget)
@@ -66,25 +66,31 @@ def conditions(encoder: Encoder) -> str:
 
 
 def measure(encoder: Encoder, budget_s: float) -> list[Measured]:
-    """Time batches of growing work, each several times, as long as the next one fits into the budget.
+    """Time batches of growing work as long as the budget lasts, then all again and again, and keep the shortest times.
 
-    A batch that the device has no memory for is the last, and left out. Raises what torch does if that is among the
-    first two.
+    Going round, not one after the other, so that what disturbs a moment disturbs no batch every time. A batch that the
+    device has no memory for is the last, and left out. Raises what torch does if that is among the first two.
     """
     ends_s = time.perf_counter() + budget_s
     found: list[Measured] = []
     for side, count in BATCHES:
         grid = grid_thw(side * encoder.processor.tile, side * encoder.processor.tile, encoder.processor)
         patches = (num_patches(grid),) * count
-        fits = time.perf_counter() + MAX_REPEATS * _foreseen(encoder.config, found, patches) <= ends_s
-        if not fits and len(found) >= MIN_BATCHES:
+        # Twice: the first run of a shape may have something to set up.
+        a_round_s = _foreseen(encoder.config, found, patches) + sum(batch.seconds for batch in found)
+        if len(found) >= MIN_BATCHES and time.perf_counter() + 2 * a_round_s > ends_s:
             break
         try:
-            found.append(Measured(patches, _shortest(encoder, side, count, MAX_REPEATS if fits else 1)))
+            found.append(Measured(patches, _seconds(encoder, side, count)))
         except torch.OutOfMemoryError:
             if len(found) < MIN_BATCHES:
                 raise
             break
+    for _ in range(MAX_ROUNDS - 1):
+        for place, ((side, count), batch) in enumerate(zip(BATCHES, found, strict=False)):
+            if time.perf_counter() + batch.seconds > ends_s:
+                return found
+            found[place] = replace(batch, seconds=min(batch.seconds, _seconds(encoder, side, count)))
     return found
 
 
@@ -144,13 +150,13 @@ def _flops(config: EncoderConfig, patches: Sequence[int]) -> float:
     return float(sum(linear * count + squared * count**2 for count in patches))
 
 
-def _shortest(encoder: Encoder, side: int, count: int, repeats: int) -> float:
+def _seconds(encoder: Encoder, side: int, count: int) -> float:
     pixels = side * encoder.processor.tile
     images: list[Pixels] = [np.zeros((pixels, pixels, 3), np.uint8)] * count
     tokens = num_tokens(grid_thw(pixels, pixels, encoder.processor), encoder.config.merge_size)
     outs = [torch.empty(tokens, encoder.config.text_width, dtype=encoder.dtype, device=encoder.device) for _ in images]
     timed = _device_seconds if encoder.device.type == "cuda" else _host_seconds
-    return min(timed(lambda: encoder.encode(images, outs)) for _ in range(repeats))
+    return timed(lambda: encoder.encode(images, outs))
 
 
 def _processor_name() -> str:

@@ -75,18 +75,18 @@ def test_items_that_are_encoded_one_by_one() -> None:
 
 
 def test_a_slow_device_measures_two(encoder: Encoder) -> None:
-    assert [batch.patches for batch in measure(encoder, 0.0)] == [(4,), (256,)]
+    assert [batch.patches for batch in measure(encoder, 0.0)] == [(4,), (64,)]
 
 
 def test_a_device_that_has_no_memory_for_large_ones(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def bounded(encoder: Encoder, side: int, count: int, repeats: int) -> float:
+    def bounded(encoder: Encoder, side: int, count: int) -> float:
         if side * side * count > most:
             raise torch.OutOfMemoryError("no memory")
         return 1e-6
 
-    monkeypatch.setattr(calibration, "_shortest", bounded)
+    monkeypatch.setattr(calibration, "_seconds", bounded)
     most = 128
-    assert [batch.patches for batch in measure(encoder, 60.0)] == PATCHES[:3]
+    assert [batch.patches for batch in measure(encoder, 60.0)] == PATCHES[:4]
     most = 1
     with pytest.raises(torch.OutOfMemoryError):
         measure(encoder, 60.0)

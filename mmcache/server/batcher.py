@@ -105,6 +105,10 @@ class Batcher:
         running_s = sum(job.cost_s for job in self._running)
         return max(self.queued_s - min(passed, running_s), 0.0) + max(self._not_before - self._loop.time(), 0.0)
 
+    def running_patches(self) -> list[int]:
+        """Patches of each item of the batch in flight."""
+        return [job.num_patches for job in self._running]
+
     def submit(self, job: EncodeJob) -> asyncio.Future[float]:
         """Queue a job that is bound to this rank; such jobs come first.
 

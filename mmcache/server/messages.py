@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, Field
 
+from encoder.sharding import NUM_NUMBERS
 from mmcache.framing import Message
 
 
@@ -81,10 +82,14 @@ class StartRank(Message):
     seed: int
     deterministic: bool = False
     known: dict[str, str] = {}
+    costs: dict[str, list[float]] = {}
 
 
 class ModelReport(Message):
-    """A model that a rank has loaded. `identity`: of its files, empty if that is not to be trusted."""
+    """A model that a rank has loaded. `identity`: of its files, empty if that is not to be trusted.
+
+    `cost`: the numbers of its `CostModel`. `cost_identity`: of the conditions that they hold for.
+    """
 
     weights_digest: bytes
     identity: str
@@ -92,7 +97,8 @@ class ModelReport(Message):
     processor_json: str
     numerics_version: int
     dim: int
-    cost: list[float] = Field(min_length=3, max_length=3)
+    cost: list[float] = Field(min_length=NUM_NUMBERS, max_length=NUM_NUMBERS)
+    cost_identity: str
 
 
 class RankReady(ModelReport):
@@ -110,6 +116,7 @@ class Load(Message):
 
     model: str
     known: dict[str, str] = {}
+    costs: dict[str, list[float]] = {}
 
 
 class Loaded(Message):

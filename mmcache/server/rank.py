@@ -13,6 +13,7 @@ from mmcache.errors import MMCacheError, SidecarError
 from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
 from mmcache.server.batcher import Batcher, RankLostError
 from mmcache.server.children import Child
+from mmcache.server.costs import Predictor
 from mmcache.server.facts import ModelFacts, facts_of, load_failure, start_failure
 from mmcache.server.ingest import Ingest
 from mmcache.server.messages import (
@@ -62,9 +63,9 @@ class Rank:
         self._pool_id = pool_id
         self.memory = left
         self.has_lost_pool = False
-        self.cost = CostModel(0.0, 0.0, 0.0)
+        self.cost = Predictor(CostModel(0.0, 0.0, 0.0))
         self.facts: ModelFacts | None = None
-        self.next: tuple[ModelFacts, CostModel] | None = None
+        self.next: tuple[ModelFacts, Predictor] | None = None
         self.is_ready = False
         self.failure: MMCacheError | None = None
         self._ranks = ranks
@@ -79,7 +80,7 @@ class Rank:
         start = StartRank(
             model=self._model, device=ranks.device_of(index), dtype=settings.dtype, num_threads=threads,
             pool_bytes=left.nbytes if left else settings.pool_bytes, has_pool=left is not None, seed=ranks.seed,
-            deterministic=settings.deterministic, known=ranks.digests.known,
+            deterministic=settings.deterministic, known=ranks.digests.known, costs=ranks.calibrations.known,
             device_bytes=settings.device_bytes, has_high_priority=settings.stream_priority == "high",
         )  # fmt: skip
         environ = {"OMP_NUM_THREADS": str(threads)}
@@ -103,7 +104,8 @@ class Rank:
         assert self._loading is None, "one model is loaded at a time"
         done = asyncio.get_running_loop().create_future()
         self._loading = (model, done)
-        self.child.send(pack_frame(Kind.LOAD, Load(model=model, known=self._ranks.digests.known)))
+        known, costs = self._ranks.digests.known, self._ranks.calibrations.known
+        self.child.send(pack_frame(Kind.LOAD, Load(model=model, known=known, costs=costs)))
         return done
 
     def swap(self) -> None:
@@ -172,7 +174,7 @@ class Rank:
             return
         close_all(frame.fds)
         if frame.kind == Kind.RAN:
-            self.batcher.ran(parse(Ran, frame))
+            self._on_ran(parse(Ran, frame))
         elif frame.kind == Kind.COPIED:
             copied = parse(Copied, frame)
             self._copies.pop(copied.copy_id).set_result(copied.finite)
@@ -186,6 +188,11 @@ class Rank:
         elif frame.kind == Kind.LOADED:
             self._on_loaded(parse(Loaded, frame))
 
+    def _on_ran(self, ran: Ran) -> None:
+        if not ran.error and not ran.false_claims:
+            self.cost.observe(self.batcher.running_patches, ran.seconds)
+        self.batcher.ran(ran)
+
     def _on_loaded(self, loaded: Loaded) -> None:
         assert self._loading is not None, "it was asked to load"
         (model, done), self._loading = self._loading, None
@@ -197,10 +204,11 @@ class Rank:
             self.next = self._described(model, loaded.report)
             done.set_result(None)
 
-    def _described(self, model: str, report: ModelReport) -> tuple[ModelFacts, CostModel]:
+    def _described(self, model: str, report: ModelReport) -> tuple[ModelFacts, Predictor]:
         if report.identity:
             self._ranks.digests.add(report.identity, report.weights_digest.hex())
-        return facts_of(self._settings, model, report), CostModel(*report.cost)
+        self._ranks.calibrations.add(report.cost_identity, report.cost)
+        return facts_of(self._settings, model, report), Predictor(CostModel.from_numbers(report.cost))
 
     def _on_exit(self, reason: str) -> None:
         waiting: list[asyncio.Future[Any]] = [*self._copies.values(), *self._compares.values()]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from encoder.calibration import calibrate, conditions
 from encoder.config import NUMERICS_VERSION
 from encoder.errors import CheckpointError
 from encoder.model import Encoder
@@ -19,6 +20,7 @@ from mmcache.keys import digest_parts
 from mmcache.server.messages import ModelReport, StartRank
 
 _IDENTITY_TAG = b"mmcache weights by their files"
+_COST_TAG = b"mmcache costs by what decides them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,16 @@ class RankModel:
     report: ModelReport
 
 
-def load_model(start: StartRank, model: str, known: Mapping[str, str], before: RankModel | None = None) -> RankModel:
+def load_model(
+    start: StartRank, model: str, known: Mapping[str, str], costs: Mapping[str, Sequence[float]]
+) -> RankModel:
     """Load a model, warm it up and describe it.
 
     Args:
         start: what the rank was started with: device, dtype, and whether it is deterministic.
         model: a preset or a checkpoint folder.
         known: digests of weights by the identity of their files; see docs/fingerprint.md.
-        before: a model whose measured speed holds for this one too, if their shapes are the same.
+        costs: numbers of cost models by the conditions that they were measured under; what is there is not measured.
 
     Raises:
         CheckpointError: it cannot be loaded, or its files changed meanwhile.
@@ -51,11 +55,7 @@ def load_model(start: StartRank, model: str, known: Mapping[str, str], before: R
         raise CheckpointError(f"{folder}: its files changed while they were read; try again when they are complete")
     identity = identify(encoder, stamps) if stamps and are_settled(stamps, began_ns) else ""
     encoder.warm_up()
-    if before is not None and before.encoder.config == encoder.config:
-        cost = before.report.cost
-    else:
-        measured = encoder.calibrate()
-        cost = [measured.seconds_per_launch, measured.seconds_per_patch, measured.seconds_per_patch_squared]
+    cost_identity = digest_parts((_COST_TAG, conditions(encoder).encode())).hex()
     report = ModelReport(
         weights_digest=bytes.fromhex(known[identity]) if identity in known else digest_weights(encoder),
         identity=identity,
@@ -63,7 +63,8 @@ def load_model(start: StartRank, model: str, known: Mapping[str, str], before: R
         processor_json=encoder.processor.canonical(),
         numerics_version=NUMERICS_VERSION,
         dim=encoder.config.text_width,
-        cost=cost,
+        cost=list(costs[cost_identity]) if cost_identity in costs else calibrate(encoder).numbers(),
+        cost_identity=cost_identity,
     )
     return RankModel(encoder, report)
 

@@ -78,7 +78,7 @@ class Rank:
         torch.set_num_threads(start.num_threads)
         self._dtype: torch.dtype = getattr(torch, start.dtype)
         self._pool = self._opened(pool_fds)
-        self._model = load_model(start, start.model, start.known)
+        self._model = load_model(start, start.model, start.known, start.costs)
         self._next: RankModel | None = None
 
     def announce(self) -> None:
@@ -170,7 +170,7 @@ class Rank:
         except FAILURES as error:
             return Loaded(error=type(error).__name__, reason=reason_of(error))
         try:
-            self._next = load_model(self._start, load.model, load.known, before=self._model)
+            self._next = load_model(self._start, load.model, load.known, load.costs)
         except FAILURES as error:
             return Loaded(error=type(error).__name__, reason=reason_of(error))
         return Loaded(report=self._next.report)

@@ -11,6 +11,7 @@ from ipc.devices import num_devices
 from ipc.pool import Extent
 from mmcache.config import Settings
 from mmcache.errors import CheckpointError, MMCacheError, SidecarError
+from mmcache.server.calibrations import CalibrationCache
 from mmcache.server.channel import Poller
 from mmcache.server.children import restart_delay_s
 from mmcache.server.digests import DigestCache
@@ -73,6 +74,7 @@ class Ranks:
         self._is_switching = False
         self._warm = asyncio.Event()
         self.digests = DigestCache(StateFolder(settings.state).digests_file)
+        self.calibrations = CalibrationCache(StateFolder(settings.state).calibrations_file)
         self.model = settings.model
         self.facts: ModelFacts | None = None
         self.num_restarts = 0
@@ -100,6 +102,7 @@ class Ranks:
             CheckpointError, ConfigError, SidecarError: a rank cannot start; the message says why.
         """
         self.digests.load()
+        self.calibrations.load()
         for index in range(len(self._slots)):
             self._spawn(index)
         await self._started

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ipc.leases import Holder
 from ipc.shares import HolderState
 from mmcache._version import __version__
+from mmcache.server.costs import error_counters
 from mmcache.server.keepings import Keeping, extents_held, keepings
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "queued": len(coordinator.scheduler) + sum(len(rank.batcher) for rank in ranks.ready),
         },
         "loop_lag": coordinator.lag.counters(),
+        "cost": error_counters([rank.cost for rank in ranks.ready])
+        | {"ranks": [rank.cost.counters() for rank in ranks.ready]},
         "store": coordinator.store.counters(),
         "verify": dict(coordinator.verifier.counters),
     }

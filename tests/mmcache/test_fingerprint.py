@@ -85,7 +85,7 @@ def test_what_is_out(tmp_path: Path) -> None:
     for name, value in left_out.items():
         assert fingerprint_of(folder, **{name: value}) == before, name
     report, settings = report_of(folder), settings_of(folder)
-    measured = report.model_copy(update={"cost": [9.0, 9.0, 9.0], "identity": ""})
+    measured = report.model_copy(update={"cost": [9.0] * 5, "cost_identity": "", "identity": ""})
     assert facts_of(settings, "another name", measured).fingerprint == before
     (folder / "model.safetensors").touch()
     (folder / "tokenizer.json").write_text("{}")

@@ -190,6 +190,27 @@ def test_a_flow_of_few_items_is_not_kept_by_one_of_many() -> None:
     asyncio.run(run())
 
 
+def test_a_big_picture_has_nobody_behind_it() -> None:
+    async def run() -> None:
+        async with running(2) as pool:
+            noise = np.random.default_rng(1).integers(0, 256, (1000, 1200, 3), np.uint8)
+            big = saved(Image.fromarray(noise), "PNG")
+            assert len(big) > 2 << 20
+            for pid in pool.decoders.pids:
+                stop(pid)
+            tasks = [pool.begin(big), *(pool.begin(picture(number)) for number in range(MAX_TURNS + 3))]
+            await pool.until(lambda: pool.counter("queued") == 3, "the other process is full")
+            assert [decoder.num_turns for decoder in pool.decoders._decoders] == [1, MAX_TURNS]
+            go_on(pool.decoders.pids[1])
+            for number, array in enumerate(await asyncio.gather(*tasks[1:])):
+                np.testing.assert_array_equal(array, by_pillow(picture(number)))
+            assert not tasks[0].done()
+            go_on(pool.decoders.pids[0])
+            np.testing.assert_array_equal(await tasks[0], noise)
+
+    asyncio.run(run())
+
+
 def test_a_lie_costs_no_process() -> None:
     async def run() -> None:
         async with running(2) as pool:

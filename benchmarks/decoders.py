@@ -68,7 +68,7 @@ async def measure(
     walls: dict[int, list[float]] = {number: [] for number in (0, *pools)}
     works: dict[int, list[float]] = {number: [] for number in (0, *pools)}
     for turn in range(rounds):
-        for number in walls:
+        for number in (0, *pools):
             pids = pools[number].pids if number else []
             began, worked = time.perf_counter(), processor_seconds(pids)
             if number:

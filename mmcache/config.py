@@ -46,6 +46,13 @@ class Settings(BaseModel):
         ge=1,
         le=64,
     )
+    decoders: Annotated[int, BeforeValidator(rules.resolve_decoders)] = _setting(
+        "processes that decode pictures: auto (one for every two cores that the sidecar may use, 1 to 8) or a number",
+        "auto or a whole number, 1 to 64",
+        "auto",
+        ge=1,
+        le=64,
+    )
     dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(rules.resolve_dtype)] = _setting(
         "of the encoder and its embeddings: auto (float32 on a CPU, bfloat16 on CUDA), float32 or bfloat16",
         "auto, float32 or bfloat16",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -47,6 +48,12 @@ def has_driver_api() -> bool:
 def resolve_ranks(value: object, info: ValidationInfo) -> object:
     if value == "auto":
         return num_devices() if info.data.get("device") == "cuda" else 2
+    return no_bool(value)
+
+
+def resolve_decoders(value: object) -> object:
+    if value == "auto":
+        return min(8, max(1, len(os.sched_getaffinity(0)) // 2))
     return no_bool(value)
 
 

@@ -60,8 +60,9 @@ class Coordinator:
         self.store = store
         self.ingest = ingest
         self.decoders = Decoders(
-            self.poller, ingest, seed, settings.max_pixels, settings.orientation, settings.decode_timeout_s
-        )
+            self.poller, ingest, seed, settings.max_pixels, settings.orientation, settings.decode_timeout_s,
+            num_processes=settings.decoders,
+        )  # fmt: skip
         self.offers = OpenOffers()
         self.staging = StagingDesk(settings.staging_bytes, settings.staging_bytes_total)
         self.pools = Pools(self.offers.lost, self.staging.lost)

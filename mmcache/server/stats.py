@@ -103,7 +103,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "restarts": ranks.num_restarts,
             "pids": ranks.pids,
         },
-        "decoders": {"restarts": coordinator.decoders.num_restarts, "pids": coordinator.decoders.pids},
+        "decoders": coordinator.decoders.counters(),
         "ingest": {
             "bytes_total": coordinator.ingest.region.nbytes,
             "bytes_used": coordinator.ingest.bytes_used,

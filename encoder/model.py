@@ -68,6 +68,11 @@ class Encoder:
         source = resolve_model(model)
         return cls(build_model(source, dtype).to(device), source.processor, deterministic=deterministic)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all parameters."""
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter, sorted by name, as a contiguous CPU tensor in the encoder's dtype.
 

@@ -56,6 +56,16 @@ def resolve_pool_bytes(value: object, info: ValidationInfo) -> object:
     return value
 
 
+def resolve_encode_timeout(value: object) -> object:
+    """Of auto, 0: the limit follows what is predicted of each."""
+    if value == "auto":
+        return 0.0
+    number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else value
+    if not isinstance(number, float) or number < 1:
+        raise ValueError("must be auto or a number of at least 1")
+    return number
+
+
 def resolve_dtype(value: object, info: ValidationInfo) -> object:
     if value == "auto":
         return "bfloat16" if info.data.get("device") == "cuda" else "float32"

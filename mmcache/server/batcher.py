@@ -41,12 +41,13 @@ class Batcher:
     """The queue of one rank. One microbatch is in flight at a time.
 
     `patches_per_second`: most that are begun, on the mean; 0 for no limit. After a microbatch the next waits until it
-    is paid for. `queued_s`: predicted seconds of everything that is queued or in flight.
+    is paid for. `max_patches`: of a microbatch; it may be changed between two.
+    `queued_s`: predicted seconds of everything that is queued or in flight.
     """
 
     def __init__(self, send: Callable[[Run], None], max_patches: int, patches_per_second: int = 0) -> None:
         self._send = send
-        self._max_patches = max_patches
+        self.max_patches = max_patches
         self._patches_per_second = patches_per_second
         self._loop = asyncio.get_running_loop()
         self._not_before = 0.0
@@ -128,7 +129,7 @@ class Batcher:
             return
         patches = 0
         # An item above the budget runs alone.
-        while self._queue and (not self._running or patches + self._queue[0].num_patches <= self._max_patches):
+        while self._queue and (not self._running or patches + self._queue[0].num_patches <= self.max_patches):
             job = self._queue.popleft()
             patches += job.num_patches
             self._running.append(job)

@@ -11,12 +11,14 @@ import torch
 
 from encoder.config import NUMERICS_VERSION
 from encoder.errors import CheckpointError
+from encoder.memory import ActivationMemory, measure_activations, predict_activations
 from encoder.model import Encoder
 from encoder.source import SETTINGS_FILES, resolve_model
 from encoder.stamps import Stamp, are_settled, stamp_files, stamp_present
 from encoder.weights import vision_files
 from mmcache.keys import digest_parts
 from mmcache.server.messages import ModelReport, StartRank
+from mmcache.server.rank_bound import bound_of, free_bytes
 
 _IDENTITY_TAG = b"mmcache weights by their files"
 
@@ -27,6 +29,7 @@ class RankModel:
 
     encoder: Encoder
     report: ModelReport
+    activations: ActivationMemory
 
 
 def load_model(start: StartRank, model: str, known: Mapping[str, str], before: RankModel | None = None) -> RankModel:
@@ -56,6 +59,7 @@ def load_model(start: StartRank, model: str, known: Mapping[str, str], before: R
     else:
         measured = encoder.calibrate()
         cost = [measured.seconds_per_launch, measured.seconds_per_patch, measured.seconds_per_patch_squared]
+    activations = measure_activations(encoder) if before is None else _activations_beside(before, encoder)
     report = ModelReport(
         weights_digest=bytes.fromhex(known[identity]) if identity in known else digest_weights(encoder),
         identity=identity,
@@ -64,8 +68,22 @@ def load_model(start: StartRank, model: str, known: Mapping[str, str], before: R
         numerics_version=NUMERICS_VERSION,
         dim=encoder.config.text_width,
         cost=cost,
+        max_patches=bound_of(activations, _free_bytes(start, encoder, before)),
+        bytes_per_patch=activations.bytes_per_patch,
     )
-    return RankModel(encoder, report)
+    return RankModel(encoder, report, activations)
+
+
+def _activations_beside(before: RankModel, encoder: Encoder) -> ActivationMemory:
+    """While the one before encodes, nothing can be measured: its own go by the ratio of both arithmetics."""
+    ours, theirs = (predict_activations(one.config, one.dtype) for one in (encoder, before.encoder))
+    return before.activations.scaled(ours.bytes_per_patch / theirs.bytes_per_patch)
+
+
+def _free_bytes(start: StartRank, encoder: Encoder, before: RankModel | None) -> int | None:
+    """What there will be for activations when the model before this one is gone."""
+    free = free_bytes(encoder.device, start.num_sharing, start.device_bytes)
+    return free if free is None or before is None else free + before.encoder.num_bytes
 
 
 def digest_weights(encoder: Encoder) -> bytes:

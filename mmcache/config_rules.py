@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -60,10 +61,10 @@ def resolve_encode_timeout(value: object) -> object:
     """Of auto, 0: the limit follows what is predicted of each."""
     if value == "auto":
         return 0.0
-    number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else value
-    if not isinstance(number, float) or number < 1:
-        raise ValueError("must be auto or a number of at least 1")
-    return number
+    with suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and (number := float(value)) >= 1:  # type: ignore[arg-type]
+            return number
+    raise ValueError("must be auto or a number, 1 to 86400")
 
 
 def resolve_dtype(value: object, info: ValidationInfo) -> object:

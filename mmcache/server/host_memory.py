@@ -34,7 +34,11 @@ def _left_by_process(process: Path) -> Iterator[int]:
 
 def _left_by_groups(process: Path, groups: Path) -> Iterator[int]:
     """Of each group that the process is in, and of those around it. What is gone meanwhile, or not shown, limits not"""
-    for line in (process / "cgroup").read_text().splitlines():
+    try:
+        lines = (process / "cgroup").read_text().splitlines()
+    except OSError:  # a kernel without control groups
+        return
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         is_old = "memory" in controllers.split(",")
         if not is_old and controllers:

@@ -56,6 +56,12 @@ def test_a_container_does_not_see_the_groups_around_it(tmp_path: Path) -> None:
     assert free_host_bytes(2, mine, tmp_path / "groups") == 4 * MIB
 
 
+def test_a_kernel_without_groups(tmp_path: Path) -> None:
+    mine = process(tmp_path / "self", "")
+    (mine / "cgroup").unlink()
+    assert free_host_bytes(1, mine, tmp_path / "groups") is None
+
+
 def test_limits_of_the_process() -> None:
     code = (
         "import resource, sys\n"

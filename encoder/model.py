@@ -76,6 +76,11 @@ class Encoder:
         """How many items of a batch are encoded side by side; 1 where they are packed or follow each other."""
         return 1 if self._one_by_one is None else self._one_by_one.num_at_once
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all parameters."""
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter, sorted by name, as a contiguous CPU tensor in the encoder's dtype.
 

@@ -145,6 +145,15 @@ class Settings(BaseModel):
         le=3600,
         allow_inf_nan=False,
     )
+    encode_timeout_s: Annotated[float, BeforeValidator(rules.resolve_encode_timeout)] = _setting(
+        "longest that a rank may take for one batch or copy, in seconds, before it is replaced: auto (30 and 20 times "
+        "what is predicted) or a number",
+        "auto or a number, 1 to 86400",
+        "auto",
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+    )
     deterministic: bool = _setting(
         "make embeddings bit-identical on one type of device, whatever they are encoded with; slower",
         "true or false",

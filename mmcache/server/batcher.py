@@ -66,7 +66,7 @@ class Batcher:
 
     `supply` is asked for jobs whenever a microbatch can begin: for as many patches as there are left of it, and whether
     one job alone may exceed that. `patches_per_second`: most that are begun, on the mean; 0 for no limit. After a
-    microbatch the next waits until it is paid for.
+    microbatch the next waits until it is paid for. `max_patches`: of a microbatch; it may be changed between two.
 
     Attributes:
         queued_s: predicted seconds of all that is bound to the rank or in flight.
@@ -75,7 +75,7 @@ class Batcher:
 
     def __init__(self, send: Callable[[Run], None], max_patches: int, patches_per_second: int = 0) -> None:
         self._send = send
-        self._max_patches = max_patches
+        self.max_patches = max_patches
         self._patches_per_second = patches_per_second
         self._loop = asyncio.get_running_loop()
         self._not_before = 0.0
@@ -105,6 +105,7 @@ class Batcher:
         running_s = sum(job.cost_s for job in self._running)
         return max(self.queued_s - min(passed, running_s), 0.0) + max(self._not_before - self._loop.time(), 0.0)
 
+    @property
     def running_patches(self) -> list[int]:
         """Patches of each item of the batch in flight."""
         return [job.num_patches for job in self._running]
@@ -176,11 +177,11 @@ class Batcher:
             return
         batch: list[EncodeJob] = []
         patches = 0
-        while self._queue and (not batch or patches + self._queue[0].num_patches <= self._max_patches):
+        while self._queue and (not batch or patches + self._queue[0].num_patches <= self.max_patches):
             job = self._queue.popleft()
             patches += job.num_patches
             batch.append(job)
-        for job in self.supply(self._max_patches - patches, not batch):
+        for job in self.supply(self.max_patches - patches, not batch):
             patches += job.num_patches
             self.queued_s += job.cost_s
             batch.append(job)

@@ -202,7 +202,7 @@ class MissPath:
     async def _encode_once(self, flight: Flight, pixels: Pixels | StagedPixels, served: ModelFacts) -> bool:
         """Encode and publish an item. False when its rank died, or when `served` is not served any more."""
         grid, patches, tokens = sizes(pixels, served)
-        cost_s = self._home.ranks.cost.item_seconds(patches)
+        cost_s = self._home.ranks.item_seconds(patches)
         job = EncodeJob(pixels, patches, tokens, tokens * served.token_bytes, cost_s, flight)
         is_good = False
         try:

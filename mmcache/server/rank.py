@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from encoder.sharding import CostModel
 from ipc.pool import Extent, Pool
 from mmcache.config import Settings
-from mmcache.errors import MMCacheError, SidecarError
+from mmcache.errors import EncodeFailed, MMCacheError, SidecarError
 from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
 from mmcache.server.batcher import Batcher, RankLostError
 from mmcache.server.children import Child
 from mmcache.server.costs import Predictor
 from mmcache.server.facts import ModelFacts, facts_of, load_failure, start_failure
 from mmcache.server.ingest import Ingest
+from mmcache.server.limits import Limits
 from mmcache.server.messages import (
     Compare,
     Compared,
@@ -36,12 +38,19 @@ from mmcache.server.messages import (
     UnmapRegion,
 )
 from mmcache.server.pool_memory import PoolMemory
+from mmcache.server.watchdog import Watchdog
 from mmcache.transport import take_descriptors
 
 if TYPE_CHECKING:
     from mmcache.server.ranks import Ranks
+    from mmcache.server.slots import Death
 
 MODULE = "mmcache.server.rank_process"
+START_TIMEOUT_S = 600.0
+"""What a rank loads its model from may never answer."""
+LOADING, ENCODING, COPYING = "loading", "encoding", "copying"
+"""What its process does one after the other, each in a thread of its own."""
+WORK = (Kind.RAN, Kind.COPIED, Kind.COMPARED)
 
 
 class Rank:
@@ -50,7 +59,13 @@ class Rank:
     Attributes:
         facts: the model that its process encodes with; None before it is warm.
         next: facts and costs of the model that its process has loaded beside that one, if any.
+        model: what its process was told to load.
         is_ready: whether it takes work: it is warm, and its model is the one that is served.
+        is_stale: it is warm, but the files of its model had changed when it read them.
+        is_given_up: it takes no work any more and is about to die.
+        has_worked: whether it has answered anything that it was asked to do.
+        failure: why it is lost, if the process itself does not say it.
+        death: of what kind that is.
         memory: of its pool; None before it is warm, unless one was left to it.
         has_lost_pool: whether it could not use what was left to it.
     """
@@ -66,11 +81,13 @@ class Rank:
         self.cost = Predictor(CostModel(0.0, 0.0, 0.0))
         self.facts: ModelFacts | None = None
         self.next: tuple[ModelFacts, Predictor] | None = None
-        self.is_ready = False
+        self._next_patches = 0
+        self.is_ready = self.is_stale = self.is_given_up = self.has_worked = False
         self.failure: MMCacheError | None = None
+        self.death: Death | None = None
         self._ranks = ranks
         self._settings = settings
-        self._model = ranks.model
+        self.model = ranks.model
         self._loading: tuple[str, asyncio.Future[None]] | None = None
         self._copies: dict[int, asyncio.Future[bool]] = {}
         self._last_job = 0
@@ -78,7 +95,8 @@ class Rank:
         self._compares: dict[int, asyncio.Future[Compared]] = {}
         threads = max(1, len(os.sched_getaffinity(0)) // settings.ranks)
         start = StartRank(
-            model=self._model, device=ranks.device_of(index), dtype=settings.dtype, num_threads=threads,
+            model=self.model, device=ranks.device_of(index), dtype=settings.dtype, num_threads=threads,
+            num_sharing=ranks.num_sharing(index),
             pool_bytes=left.nbytes if left else settings.pool_bytes, has_pool=left is not None, seed=ranks.seed,
             deterministic=settings.deterministic, known=ranks.digests.known, costs=ranks.calibrations.known,
             device_bytes=settings.device_bytes, has_high_priority=settings.stream_priority == "high",
@@ -89,6 +107,14 @@ class Rank:
         self.child = Child(ranks.poller, MODULE, self._on_frame, self._on_exit, environ)
         self.child.send(pack_frame(Kind.START_RANK, start, fds=[ingest.region.fd, *([left.fd] if left else [])]))
         self.batcher = Batcher(self._send_run, settings.max_batch_patches, settings.max_patches_per_second)
+        self._limits = Limits(settings.encode_timeout_s)
+        self._watchdog = Watchdog(self._on_hang)
+        self._watchdog.asked(LOADING, 0, "load its model and become warm", lambda: START_TIMEOUT_S)
+
+    @property
+    def max_patches(self) -> int:
+        """Most patches of a microbatch with more than one item: as set, or what fits into its memory."""
+        return self.batcher.max_patches
 
     @property
     def pool(self) -> Pool:
@@ -112,6 +138,7 @@ class Rank:
         """Batches that are sent from now on are for the model in `next`."""
         assert self.next is not None, "it was loaded"
         (self.facts, self.cost), self.next = self.next, None
+        self._bound(self._next_patches)
         self.child.send(pack_frame(Kind.SWAP, Swap()))
 
     def unload(self) -> None:
@@ -129,14 +156,19 @@ class Rank:
         done = self._copies[self._last_job] = asyncio.get_running_loop().create_future()
         copy = Copy(copy_id=self._last_job, source=source, extent=extent.offset, nbytes=extent.nbytes, guard=guard)
         self.child.send(pack_frame(Kind.COPY, copy))
+        self._watch_copy(self._last_job, extent)
         return done
 
     def compare(self, cached: Extent, fresh: Extent, num_tokens: int) -> asyncio.Future[Compared]:
-        """Compare two embeddings of one item. The caller keeps both meanwhile. The future raises `RankLostError`."""
+        """Compare two embeddings of one item. The caller keeps both meanwhile.
+
+        The future raises `RankLostError`, or `EncodeFailed` if they cannot be compared.
+        """
         self._last_job += 1
         done = self._compares[self._last_job] = asyncio.get_running_loop().create_future()
         compare = Compare(compare_id=self._last_job, cached=cached.offset, fresh=fresh.offset, num_tokens=num_tokens)
         self.child.send(pack_frame(Kind.COMPARE, compare))
+        self._watchdog.asked(ENCODING, -self._last_job, "compare two embeddings", self._limits.moved(2 * cached.nbytes))
         return done
 
     def copy_out(self, extent: Extent, target: int) -> asyncio.Future[bool]:
@@ -148,6 +180,7 @@ class Rank:
         done = self._copies[self._last_job] = asyncio.get_running_loop().create_future()
         copy = CopyOut(copy_id=self._last_job, target=target, extent=extent.offset, nbytes=extent.nbytes)
         self.child.send(pack_frame(Kind.COPY_OUT, copy))
+        self._watch_copy(self._last_job, extent)
         return done
 
     def unmap(self, region: int) -> None:
@@ -162,6 +195,22 @@ class Rank:
                 self.child.send(pack_frame(Kind.MAP_REGION, MapRegion(region=region), fds=[fd]))
                 self._mapped.add(region)
         self.child.send(pack_frame(Kind.RUN, run))
+        assert self.facts is not None, "it is warm"
+        merge = self.facts.processor.merge_size
+        limit_s = partial(self._limits.batch, self.cost, merge, run.num_tokens, run.num_frames)
+        self._watchdog.asked(ENCODING, run.batch_id, f"encode a batch of {len(run.extents)}", limit_s)
+
+    def _watch_copy(self, job: int, extent: Extent) -> None:
+        self._watchdog.asked(COPYING, job, f"copy {extent.nbytes} bytes", self._limits.moved(extent.nbytes))
+
+    def _on_hang(self, reason: str) -> None:
+        self._ranks.give_up(self, SidecarError(f"{reason}; it was killed"), "hung")
+
+    def _bound(self, max_patches: int) -> None:
+        """So many patches fit into its memory, as it says; 0: nothing limits them."""
+        self.batcher.max_patches = min(
+            self._settings.max_batch_patches, max_patches or self._settings.max_batch_patches
+        )
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == Kind.RANK_READY:
@@ -169,26 +218,39 @@ class Rank:
             fds = take_descriptors(frame, 0 if self.memory else 1)
             if self.memory is None:
                 self.memory = PoolMemory(self._pool_id, fds[0], ready.pool_bytes, ready.device, self._ranks.on_evict)
-            self.facts, self.cost = self._described(self._model, ready)
+            self.facts, self.cost = self._described(self.model, ready)
+            self._bound(ready.max_patches)
+            self._watchdog.answered(LOADING, 0)
             self._ranks.on_ready(self)
             return
         close_all(frame.fds)
+        self.has_worked |= frame.kind in WORK
         if frame.kind == Kind.RAN:
             self._on_ran(parse(Ran, frame))
         elif frame.kind == Kind.COPIED:
             copied = parse(Copied, frame)
+            self._watchdog.answered(COPYING, copied.copy_id)
             self._copies.pop(copied.copy_id).set_result(copied.finite)
         elif frame.kind == Kind.COMPARED:
             compared = parse(Compared, frame)
-            self._compares.pop(compared.compare_id).set_result(compared)
+            self._watchdog.answered(ENCODING, -compared.compare_id)
+            done = self._compares.pop(compared.compare_id)
+            if compared.error:
+                done.set_exception(EncodeFailed(f"the rank failed: {compared.error}"))
+            else:
+                done.set_result(compared)
         elif frame.kind == Kind.START_FAILED:
             failed = parse(StartFailed, frame)
             self.has_lost_pool = failed.lost_pool
-            self.failure = start_failure(self._settings, self._model, failed)
+            self.failure = start_failure(self._settings, self.model, failed)
         elif frame.kind == Kind.LOADED:
             self._on_loaded(parse(Loaded, frame))
 
     def _on_ran(self, ran: Ran) -> None:
+        self._watchdog.answered(ENCODING, ran.batch_id)
+        self._bound(ran.max_patches)
+        if ran.failure == "memory":
+            self._ranks.on_out_of_memory(self)
         if not ran.error and not ran.false_claims:
             self.cost.observe(self.batcher.running_patches, ran.seconds)
         self.batcher.ran(ran)
@@ -201,7 +263,7 @@ class Rank:
         if loaded.report is None:
             done.set_exception(load_failure(model, loaded))
         else:
-            self.next = self._described(model, loaded.report)
+            self.next, self._next_patches = self._described(model, loaded.report), loaded.report.max_patches
             done.set_result(None)
 
     def _described(self, model: str, report: ModelReport) -> tuple[ModelFacts, Predictor]:
@@ -211,6 +273,7 @@ class Rank:
         return facts_of(self._settings, model, report), Predictor(CostModel.from_numbers(report.cost))
 
     def _on_exit(self, reason: str) -> None:
+        self._watchdog.stop()
         waiting: list[asyncio.Future[Any]] = [*self._copies.values(), *self._compares.values()]
         self._copies, self._compares = {}, {}
         self._ranks.on_exit(self, reason)

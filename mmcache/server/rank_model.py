@@ -12,12 +12,14 @@ import torch
 from encoder.calibration import calibrate, conditions
 from encoder.config import NUMERICS_VERSION
 from encoder.errors import CheckpointError
+from encoder.memory import ActivationMemory, measure_activations, predict_activations
 from encoder.model import Encoder
 from encoder.source import SETTINGS_FILES, resolve_model
 from encoder.stamps import Stamp, are_settled, stamp_files, stamp_present
 from encoder.weights import vision_files
 from mmcache.keys import digest_parts
 from mmcache.server.messages import ModelReport, StartRank
+from mmcache.server.rank_bound import bound_of, free_bytes
 
 _IDENTITY_TAG = b"mmcache weights by their files"
 _COST_TAG = b"mmcache costs by what decides them"
@@ -29,10 +31,15 @@ class RankModel:
 
     encoder: Encoder
     report: ModelReport
+    activations: ActivationMemory
 
 
 def load_model(
-    start: StartRank, model: str, known: Mapping[str, str], costs: Mapping[str, Sequence[float]]
+    start: StartRank,
+    model: str,
+    known: Mapping[str, str],
+    costs: Mapping[str, Sequence[float]],
+    before: RankModel | None = None,
 ) -> RankModel:
     """Load a model, warm it up and describe it.
 
@@ -56,6 +63,7 @@ def load_model(
     identity = identify(encoder, stamps) if stamps and are_settled(stamps, began_ns) else ""
     encoder.warm_up()
     cost_identity = digest_parts((_COST_TAG, conditions(encoder).encode())).hex()
+    activations = measure_activations(encoder) if before is None else _activations_beside(before, encoder)
     report = ModelReport(
         weights_digest=bytes.fromhex(known[identity]) if identity in known else digest_weights(encoder),
         identity=identity,
@@ -65,8 +73,22 @@ def load_model(
         dim=encoder.config.text_width,
         cost=list(costs[cost_identity]) if cost_identity in costs else calibrate(encoder).numbers(),
         cost_identity=cost_identity,
+        max_patches=bound_of(activations, _free_bytes(start, encoder, before)),
+        bytes_per_patch=activations.bytes_per_patch,
     )
-    return RankModel(encoder, report)
+    return RankModel(encoder, report, activations)
+
+
+def _activations_beside(before: RankModel, encoder: Encoder) -> ActivationMemory:
+    """While the one before encodes, nothing can be measured: its own go by the ratio of both arithmetics."""
+    ours, theirs = (predict_activations(one.config, one.dtype) for one in (encoder, before.encoder))
+    return before.activations.scaled(ours.bytes_per_patch / theirs.bytes_per_patch)
+
+
+def _free_bytes(start: StartRank, encoder: Encoder, before: RankModel | None) -> int | None:
+    """What there will be for activations when the model before this one is gone."""
+    free = free_bytes(encoder.device, start.num_sharing, start.device_bytes)
+    return free if free is None or before is None else free + before.encoder.num_bytes
 
 
 def digest_weights(encoder: Encoder) -> bytes:

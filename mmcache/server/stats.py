@@ -58,6 +58,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
     return {
         "version": __version__,
         "pid": os.getpid(),
+        "ready": not ranks.outage,
         "uptime_seconds": round(time.monotonic() - stats.started_s, 3),
         "model": facts.model,
         "fingerprint": str(facts.fingerprint),
@@ -97,12 +98,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "room_waits": stats.room_waits,
             "recalls": stats.recalls,
         },
-        "ranks": {
-            "configured": settings.ranks,
-            "ready": len(ranks.ready),
-            "restarts": ranks.num_restarts,
-            "pids": ranks.pids,
-        },
+        "ranks": ranks.counters(),
         "decoders": coordinator.decoders.counters(),
         "ingest": {
             "bytes_total": coordinator.ingest.region.nbytes,

@@ -45,6 +45,7 @@ GROUPS = {
         "planning",
         "pump",
         "refs",
+        "retries",
         "shares",
         "staging",
         "supplying",

@@ -50,6 +50,7 @@ from mmcache.errors import (
 from mmcache.handle import Handle
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.lease import Lease
+from mmcache.local import local
 from mmcache.planning import Plan
 from mmcache.refs import SliceRef, StagedRef
 
@@ -103,6 +104,7 @@ __all__ = [
     "WrongEmbedding",
     "__version__",
     "connect",
+    "local",
 ]
 
 

@@ -16,8 +16,8 @@ from mmcache.aio_asking import AsyncAsking
 from mmcache.aio_link import connect_pump
 from mmcache.aio_pump import AsyncPump, is_quick
 from mmcache.asking import Item
-from mmcache.client import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S, opened
-from mmcache.encode_call import EncodeCall, Errors, Priority, check_errors
+from mmcache.client import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
+from mmcache.encode_call import EncodeCall, Errors, Priority, check_errors, opened
 from mmcache.errors import ItemError, RequestTimeout
 from mmcache.keys import ContentKey
 from mmcache.lease import Lease

@@ -9,11 +9,11 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, cast, overload
+from typing import Any, Self, overload
 
 from mmcache.asking import Asking, Item
-from mmcache.encode_call import EncodeCall, Errors, Priority, check_errors
-from mmcache.errors import ClientClosed, EncodeError, ItemError
+from mmcache.encode_call import EncodeCall, Errors, Priority, check_errors, opened
+from mmcache.errors import ClientClosed, ItemError
 from mmcache.handle import Handle, drive, give_up
 from mmcache.keys import ContentKey
 from mmcache.lease import Lease
@@ -79,7 +79,7 @@ class Client(Asking):
         self._pid = os.getpid()
         self._is_closed = False
         self._connecting = threading.Lock()
-        self._pump = connect_pump(self._path, self._name, namespace, time.monotonic() + timeout)
+        self._pump = self._connected(time.monotonic() + timeout)
 
     def encode(
         self,
@@ -251,6 +251,9 @@ class Client(Asking):
             raise
         return pending.give()
 
+    def _connected(self, deadline: float) -> Pump:
+        return connect_pump(self._path, self._name, self._namespace, deadline)
+
     def _usable(self, deadline: float) -> Pump:
         """The connection, made again if it was lost and that is wanted."""
         if os.getpid() != self._pid:
@@ -278,17 +281,6 @@ class Client(Asking):
         time.sleep(seconds)
         if self._is_closed:
             raise ClientClosed("the client is closed")
-
-
-def opened(
-    refs: SliceRef | Sequence[SliceRef], results: list[Lease | ItemError], errors: Errors
-) -> Lease | list[Lease]:
-    """What `open` gives for the results of `refs`; with `errors="return"` errors are among them."""
-    if isinstance(refs, SliceRef) and isinstance(results[0], ItemError):
-        raise results[0]
-    if errors == "raise" and any(isinstance(result, ItemError) for result in results):
-        raise EncodeError(results)
-    return cast("list[Lease]", results)[0] if isinstance(refs, SliceRef) else cast("list[Lease]", results)
 
 
 connect = Client

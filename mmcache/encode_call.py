@@ -15,6 +15,7 @@ from mmcache.lease import Lease
 from mmcache.parts import Part, checked_keys, cut, cut_keys, is_one_item
 from mmcache.pending import PendingEncode, Result
 from mmcache.records import MAX_CONSUMERS, PRIORITIES
+from mmcache.refs import SliceRef
 from mmcache.retries import Retries
 
 WINDOW_BYTES = 256 << 20
@@ -195,6 +196,17 @@ def check_errors(errors: str) -> None:
     """Raise ValueError unless it is one of `Errors`."""
     if errors not in ("raise", "return"):
         raise ValueError(f'errors must be "raise" or "return", got {errors!r}')
+
+
+def opened(
+    refs: SliceRef | Sequence[SliceRef], results: list[Lease | ItemError], errors: Errors
+) -> Lease | list[Lease]:
+    """What `open` gives for the results of `refs`; with `errors="return"` errors are among them."""
+    if isinstance(refs, SliceRef) and isinstance(results[0], ItemError):
+        raise results[0]
+    if errors == "raise" and any(isinstance(result, ItemError) for result in results):
+        raise EncodeError(results)
+    return cast("list[Lease]", results)[0] if isinstance(refs, SliceRef) else cast("list[Lease]", results)
 
 
 def sidecar_time_s(remaining_s: float) -> float:

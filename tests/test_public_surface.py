@@ -53,6 +53,7 @@ PUBLIC_SURFACE = [
     "WrongEmbedding",
     "__version__",
     "connect",
+    "local",
 ]
 
 

@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -75,7 +75,7 @@ class Rank:
         self._staged = StagedReader(start.seed)
         self._batches: queue.SimpleQueue[Run | Compare | UnmapRegion | RankModel | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()  # None: a model was dropped
-        torch.set_num_threads(start.num_threads)
+        self._use_threads()
         self._dtype: torch.dtype = getattr(torch, start.dtype)
         self._pool = self._opened(pool_fds)
         self._model = load_model(start, start.model, start.known)
@@ -89,8 +89,8 @@ class Rank:
 
     def serve(self) -> None:
         """Until the sidecar closes the channel."""
-        threading.Thread(target=self._read, name="read", daemon=True).start()
-        threading.Thread(target=self._load_each, name="load", daemon=True).start()
+        self._start_thread(self._read, "read")
+        self._start_thread(self._load_each, "load")
         use_stream(self._device, self._start.has_high_priority)
         while (work := self._batches.get()) is not None:
             if isinstance(work, RankModel):
@@ -103,6 +103,13 @@ class Rank:
             else:
                 self._send(pack_frame(Kind.RAN, self._run(work)))
             del work  # a model that was replaced must not live on until the next batch
+
+    def _use_threads(self) -> None:
+        """What torch computes with on this thread."""
+        torch.set_num_threads(self._start.num_threads)
+
+    def _start_thread(self, work: Callable[[], None], name: str) -> None:
+        threading.Thread(target=work, name=name, daemon=True).start()
 
     def _opened(self, fds: Sequence[int]) -> PoolTensor:
         try:
@@ -153,12 +160,12 @@ class Rank:
             self._send(pack_frame(Kind.COPIED, Copied(copy_id=copy_out.copy_id)))
 
     def _load_each(self) -> None:
-        torch.set_num_threads(self._start.num_threads)
+        self._use_threads()
         use_device(self._device)
         with contextlib.suppress(ConnectionLost):
             while True:
                 if (load := self._loads.get()) is None:
-                    _return_memory(self._device)
+                    return_memory(self._device)
                 else:
                     self._send(pack_frame(Kind.LOADED, self._load(load)))
 
@@ -225,7 +232,7 @@ class LostPoolError(IpcError):
     """The pool that this rank was handed is of no use to it."""
 
 
-def _return_memory(device: torch.device) -> None:
+def return_memory(device: torch.device) -> None:
     """Give what a dropped model leaves back to the system and the device: allocators keep it for themselves."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

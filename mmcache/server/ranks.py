@@ -11,7 +11,7 @@ from ipc.pool import Extent
 from mmcache.config import Settings
 from mmcache.errors import CheckpointError, MMCacheError, SidecarError
 from mmcache.server.channel import Poller
-from mmcache.server.children import restart_delay_s
+from mmcache.server.children import Child, Spawn, restart_delay_s
 from mmcache.server.digests import DigestCache
 from mmcache.server.facts import ModelFacts
 from mmcache.server.ingest import Ingest
@@ -33,6 +33,7 @@ class Ranks:
 
     Attributes:
         seed: of content keys.
+        spawn: starts what does a rank's work.
         region_fd: gives the descriptor of a staging region, None if it is gone.
         model: what a rank that starts is told to load.
         facts: what a rank must have loaded to take work; None before the first is warm.
@@ -49,6 +50,7 @@ class Ranks:
         on_lost: Callable[[Rank], None],
         on_retired: Callable[[PoolMemory], None],
         on_evict: Callable[[Extent], None],
+        spawn: Spawn = Child,
     ) -> None:
         self.poller = poller
         self._settings = settings
@@ -59,6 +61,7 @@ class Ranks:
         self._on_lost = on_lost
         self._on_retired = on_retired
         self.on_evict = on_evict
+        self.spawn = spawn
         self._loop = asyncio.get_running_loop()
         self._slots: list[Rank | None] = [None] * settings.ranks
         self._left: list[PoolMemory | None] = [None] * settings.ranks

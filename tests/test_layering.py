@@ -84,8 +84,8 @@ ALLOWED = {
 EXCEPTIONS = {("mmcache.config_rules", name) for name in ("encoder.source", "encoder.errors", "ipc.devices")} | {
     ("mmcache", "mmcache.local")
 }
-"""(importer, imported): a wrong `model` or `device` is a wrong setting; the checks are free of torch. What `import mmcache`
-offers of `local` loads a server when it is called."""
+"""(importer, imported): a wrong `model` or `device` is a wrong setting; the checks are free of torch. `mmcache.local`
+loads a server when it is called."""
 
 # One home for each heavy dependency; a name maps to the only files that may import it.
 HOMES = {

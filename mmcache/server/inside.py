@@ -11,6 +11,8 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from mmcache.config import Settings
 from mmcache.errors import SidecarUnavailable
@@ -21,6 +23,23 @@ from mmcache.server.state import load_or_create_seed, prepare_state
 from mmcache.server.stores import open_store
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class _LastingExecutor(concurrent.futures.ThreadPoolExecutor):
+    """Does what is submitted while the interpreter exits, when executors start nothing any more: at once, for once."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            done: concurrent.futures.Future[T] = concurrent.futures.Future()
+            try:
+                done.set_result(fn(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001  # it belongs to who waits
+                done.set_exception(error)
+            return done
 
 
 class Inside:
@@ -86,6 +105,7 @@ class Inside:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_default_executor(_LastingExecutor())
         self._began.set()
         settings = self._settings
         seed = load_or_create_seed(prepare_state(settings.state))

@@ -16,7 +16,7 @@ from mmcache.aio_asking import AsyncAsking
 from mmcache.aio_link import connect_pump
 from mmcache.aio_pump import AsyncPump, is_quick
 from mmcache.asking import Item
-from mmcache.client import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
+from mmcache.client import DEFAULT_TIMEOUT_S, check_timeout
 from mmcache.encode_call import EncodeCall, Errors, Priority, check_errors, opened
 from mmcache.errors import ItemError, RequestTimeout
 from mmcache.keys import ContentKey
@@ -58,8 +58,7 @@ class AsyncClient(AsyncAsking):
             ProtocolMismatch: the sidecar speaks another protocol version.
             RequestTimeout: it does not answer.
         """
-        if not 0 < timeout <= MAX_TIMEOUT_S:
-            raise ValueError(f"timeout must be positive and at most {MAX_TIMEOUT_S} seconds, got {timeout}")
+        check_timeout(timeout)
         num_retries = check_retries(retry_overloaded)
         path = Path(socket) if socket is not None else default_socket(os.environ)
         target = (path, name or Path(sys.argv[0] or "python").name, namespace)
@@ -69,6 +68,16 @@ class AsyncClient(AsyncAsking):
             return cls(pump, target, timeout, reconnect, num_retries)
 
         return Connecting(connected)
+
+    @classmethod
+    def local(cls, model: str | os.PathLike[str] = "moonvit-tiny", device: str = "auto", **options: Any) -> Connecting:
+        """A client that is served inside this process. Arguments, effects and errors as those of `mmcache.local`.
+
+        The loop goes on while it starts and closes. If awaiting it is cancelled, what has begun ends by itself.
+        """
+        from mmcache.local_aio import connecting
+
+        return connecting(model, device, **options)
 
     async def encode(
         self,

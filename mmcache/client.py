@@ -68,8 +68,7 @@ class Client(Asking):
             ProtocolMismatch: the sidecar speaks another protocol version.
             RequestTimeout: it does not answer.
         """
-        if not 0 < timeout <= MAX_TIMEOUT_S:
-            raise ValueError(f"timeout must be positive and at most {MAX_TIMEOUT_S} seconds, got {timeout}")
+        check_timeout(timeout)
         self._path = Path(socket) if socket is not None else default_socket(os.environ)
         self._timeout_s = timeout
         self._namespace = namespace
@@ -281,6 +280,12 @@ class Client(Asking):
         time.sleep(seconds)
         if self._is_closed:
             raise ClientClosed("the client is closed")
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise ValueError unless a user's timeout is one."""
+    if not 0 < timeout <= MAX_TIMEOUT_S:
+        raise ValueError(f"timeout must be positive and at most {MAX_TIMEOUT_S} seconds, got {timeout}")
 
 
 connect = Client

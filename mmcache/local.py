@@ -64,14 +64,19 @@ def local(
         CheckpointError, SidecarError: it cannot start.
         ModuleNotFoundError: `pip install 'mmcache[server]'` is missing.
     """
-    from mmcache.server.inside import Inside
-
-    inside = Inside(_settled({"model": os.fspath(model), "device": device, **settings}))
+    inside = started(model, device, settings)
     try:
         return LocalClient(inside, timeout=timeout, namespace=namespace, name=name, retry_overloaded=retry_overloaded)
     except BaseException:
         inside.close()
         raise
+
+
+def started(model: str | os.PathLike[str], device: str, settings: dict[str, object]) -> Inside:
+    """What serves it, warm. Raises what `local` does."""
+    from mmcache.server.inside import Inside
+
+    return Inside(_settled({"model": os.fspath(model), "device": device, **settings}))
 
 
 def _settled(arguments: dict[str, object]) -> Settings:

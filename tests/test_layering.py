@@ -51,6 +51,7 @@ GROUPS = {
         "supplying",
         "turns",
     },
+    "local": {"local", "local_aio"},
     "cli": {"__main__"},
 }
 TORCH_FREE_ENCODER = {"encoder.config", "encoder.errors", "encoder.sizing", "encoder.sharding"}
@@ -82,7 +83,8 @@ ALLOWED = {
 }
 
 EXCEPTIONS = {("mmcache.config_rules", name) for name in ("encoder.source", "encoder.errors", "ipc.devices")} | {
-    ("mmcache", "mmcache.local")
+    ("mmcache", "mmcache.local"),
+    ("mmcache.aio", "mmcache.local_aio"),
 }
 """(importer, imported): a wrong `model` or `device` is a wrong setting; the checks are free of torch. `mmcache.local`
 loads a server when it is called."""

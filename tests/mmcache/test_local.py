@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import asyncio
 import gc
 import io
 import itertools
@@ -25,6 +26,7 @@ import mmcache
 from mmcache.framing import Frame, Kind
 from mmcache.server.messages import Ran, Run
 from mmcache.server.rank_guest import GuestRank
+from tests.mmcache import loops
 from tests.mmcache.support import SidecarProcess, clean_environ, eventually, image, is_alive
 
 SMALL: dict[str, Any] = {"pool_bytes": "8MiB", "ingest_bytes": "16MiB", "device": "cpu"}
@@ -285,6 +287,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(state: Path) -> None:
 SCRIPT = """
 import os, sys
 import mmcache
+from tests.mmcache import loops
 from tests.mmcache.support import image
 client = mmcache.local(state=sys.argv[1], pool_bytes="8MiB", ingest_bytes="16MiB", device="cpu")
 lease = client.encode([image(1)])[0]
@@ -362,3 +365,40 @@ def test_threads_share_it(inside: mmcache.Client) -> None:
         thread.join()
     assert failures == []
     eventually(lambda: inside.stats()["leases"]["active"] == 0, "every lease ends")
+
+
+def test_asyncio_has_it_too(state: Path, run: loops.Run) -> None:
+    async def use() -> None:
+        async with mmcache.AsyncClient.local(state=state, **SMALL) as client:
+            leases = await client.encode([image(300), png(301)])
+            again = await client.encode([image(300)], priority="bulk")
+            assert [lease.origin for lease in (*leases, *again)] == ["encoded", "encoded", "pool"]
+            assert torch.equal(leases[0].tensor, again[0].tensor)
+            for lease in (*leases, *again):
+                lease.release()
+            pids = (await client.stats())["decoders"]["pids"]
+        assert not any(is_alive(pid) for pid in pids)
+        with pytest.raises(mmcache.ClientClosed):
+            await client.stats()
+        with pytest.raises(mmcache.ConfigError, match="there is one"):
+            await mmcache.AsyncClient.local(ranks=3)
+
+    before = own_threads()
+    run(use())
+    assert own_threads() == before
+
+
+def test_a_cancelled_start_ends_by_itself(state: Path, run: loops.Run) -> None:
+    async def cancel() -> None:
+        async def start() -> None:
+            await mmcache.AsyncClient.local(state=state, **SMALL)
+
+        task = asyncio.create_task(start())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    before = own_threads(), children()
+    run(cancel())
+    eventually(lambda: (own_threads(), children()) == before, "everything ends")

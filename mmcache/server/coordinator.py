@@ -53,11 +53,11 @@ class Coordinator:
 
     def __init__(
         self, settings: Settings, seed: int, ingest: Ingest, store: TieredStore,
-        *, spawn_rank: Spawn = Child, has_processor: bool = True,
+        *, spawn_rank: Spawn = Child, may_spin: bool = True,
     ) -> None:  # fmt: skip
-        """`has_processor`: it may poll for a moment instead of sleeping, which a process that is another's forbids."""
+        """`may_spin`: whether it polls for a moment when more is expected, instead of sleeping: not beside an engine."""
         self._loop = asyncio.get_running_loop()
-        self.poller = Poller(self._loop, may_spin=has_processor)
+        self.poller = Poller(self._loop, may_spin=may_spin)
         self.settings = settings
         self.stats = Stats()
         self.store = store

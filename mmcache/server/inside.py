@@ -111,7 +111,7 @@ class Inside:
         seed = load_or_create_seed(prepare_state(settings.state))
         store = await open_store(settings)
         home = Coordinator(
-            settings, seed, Ingest(settings.ingest_bytes), store, spawn_rank=spawn_thread, has_processor=False
+            settings, seed, Ingest(settings.ingest_bytes), store, spawn_rank=spawn_thread, may_spin=False
         )
         try:
             if await self._started(home):

@@ -55,7 +55,7 @@ class Coordinator:
         self, settings: Settings, seed: int, ingest: Ingest, store: TieredStore,
         *, spawn_rank: Spawn = Child, may_spin: bool = True,
     ) -> None:  # fmt: skip
-        """`may_spin`: whether it polls for a moment when more is expected, instead of sleeping: not beside an engine."""
+        """`may_spin`: whether it polls for a moment when more is expected instead of sleeping: not beside an engine."""
         self._loop = asyncio.get_running_loop()
         self.poller = Poller(self._loop, may_spin=may_spin)
         self.settings = settings

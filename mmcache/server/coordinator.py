@@ -20,6 +20,7 @@ from mmcache.protocol import PROTOCOL_VERSION, Welcome
 from mmcache.records import GRANT_HEAD, ORIGINS
 from mmcache.server.background import Background
 from mmcache.server.channel import Poller
+from mmcache.server.children import Child, Spawn
 from mmcache.server.connection import Connection
 from mmcache.server.decoders import Decoders
 from mmcache.server.facts import ModelFacts
@@ -52,9 +53,13 @@ STORE_CLOSE_TIMEOUT_S = 5.0
 class Coordinator:
     """Serves connections. Runs on one event loop and one thread."""
 
-    def __init__(self, settings: Settings, seed: int, ingest: Ingest, store: TieredStore) -> None:
+    def __init__(
+        self, settings: Settings, seed: int, ingest: Ingest, store: TieredStore,
+        *, spawn_rank: Spawn = Child, may_spin: bool = True,
+    ) -> None:  # fmt: skip
+        """`may_spin`: whether it polls for a moment when more is expected instead of sleeping: not beside an engine."""
         self._loop = asyncio.get_running_loop()
-        self.poller = Poller(self._loop)
+        self.poller = Poller(self._loop, may_spin=may_spin)
         self.settings = settings
         self.stats = Stats()
         self.store = store
@@ -68,7 +73,7 @@ class Coordinator:
         self.pools = Pools(self.offers.lost, self.staging.lost)
         self.ranks = Ranks(
             self.poller, settings, seed, ingest, self.staging.fd_of, self._rank_added,
-            self.pools.lose, self._pool_retired, self.pools.evicted,
+            self.pools.lose, self._pool_retired, self.pools.evicted, spawn_rank,
         )  # fmt: skip
         self.staging.on_gone = self.ranks.unmap
         self.connections: set[Connection] = set()
@@ -285,7 +290,7 @@ class Coordinator:
         await self.store.drain(max(0.0, deadline - self._loop.time()))
 
     async def stop(self) -> None:
-        """End the processes and give the memory back."""
+        """End the processes and give the memory back. Who holds a lease reads on."""
         self.reloads.cancel()
         await asyncio.gather(self.ranks.stop(2.0), self.decoders.stop(2.0))
         self.misses.cancel()
@@ -293,4 +298,7 @@ class Coordinator:
         self.verifier.cancel()
         if not await self.store.close(STORE_CLOSE_TIMEOUT_S):
             log.error("the store did not close within %.0f s; a write or read of it hangs", STORE_CLOSE_TIMEOUT_S)
+        for connection in list(self.connections):
+            connection.end("the sidecar has ended")
+        self.pools.close()
         self.ingest.close()

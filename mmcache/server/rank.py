@@ -13,7 +13,7 @@ from mmcache.config import Settings
 from mmcache.errors import EncodeFailed, MMCacheError, SidecarError
 from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
 from mmcache.server.batcher import Batcher, RankLostError
-from mmcache.server.children import Child
+from mmcache.server.children import Worker
 from mmcache.server.costs import Predictor
 from mmcache.server.facts import ModelFacts, facts_of, load_failure, start_failure
 from mmcache.server.ingest import Ingest
@@ -104,7 +104,7 @@ class Rank:
         environ = {"OMP_NUM_THREADS": str(threads)}
         if settings.deterministic:
             environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        self.child = Child(ranks.poller, MODULE, self._on_frame, self._on_exit, environ)
+        self.child: Worker = ranks.spawn(ranks.poller, MODULE, self._on_frame, self._on_exit, environ)
         self.child.send(pack_frame(Kind.START_RANK, start, fds=[ingest.region.fd, *([left.fd] if left else [])]))
         self.batcher = Batcher(self._send_run, settings.max_batch_patches, settings.max_patches_per_second)
         self._limits = Limits(settings.encode_timeout_s)

@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -77,7 +77,7 @@ class Rank:
         self._staged = StagedReader(start.seed, self._device)
         self._batches: queue.SimpleQueue[Run | Compare | UnmapRegion | RankModel | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()  # None: a model was dropped
-        torch.set_num_threads(start.num_threads)
+        self._use_threads()
         self._dtype: torch.dtype = getattr(torch, start.dtype)
         self._pool = self._opened(pool_fds)
         self._bound = MemoryBound(self._device, start.num_sharing, start.device_bytes)
@@ -92,8 +92,8 @@ class Rank:
 
     def serve(self) -> None:
         """Until the sidecar closes the channel."""
-        threading.Thread(target=self._read, name="read", daemon=True).start()
-        threading.Thread(target=self._load_each, name="load", daemon=True).start()
+        self._start_thread(self._read, "read")
+        self._start_thread(self._load_each, "load")
         use_stream(self._device, self._start.has_high_priority)
         while (work := self._batches.get()) is not None:
             if isinstance(work, RankModel):
@@ -110,6 +110,13 @@ class Rank:
     def _adopted(self, model: RankModel) -> RankModel:
         self._bound.adopt(model.activations, model.report.max_patches)
         return model
+
+    def _use_threads(self) -> None:
+        """What torch computes with on this thread."""
+        torch.set_num_threads(self._start.num_threads)
+
+    def _start_thread(self, work: Callable[[], None], name: str) -> None:
+        threading.Thread(target=work, name=name, daemon=True).start()
 
     def _opened(self, fds: Sequence[int]) -> PoolTensor:
         try:
@@ -160,7 +167,7 @@ class Rank:
             self._send(pack_frame(Kind.COPIED, Copied(copy_id=copy_out.copy_id)))
 
     def _load_each(self) -> None:
-        torch.set_num_threads(self._start.num_threads)
+        self._use_threads()
         use_device(self._device)
         with contextlib.suppress(ConnectionLost):
             while True:

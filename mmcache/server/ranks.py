@@ -12,6 +12,7 @@ from mmcache.config import Settings
 from mmcache.errors import CheckpointError, MMCacheError, SidecarError
 from mmcache.server.calibrations import CalibrationCache
 from mmcache.server.channel import Poller
+from mmcache.server.children import Child, Spawn
 from mmcache.server.digests import DigestCache
 from mmcache.server.facts import ModelFacts
 from mmcache.server.ingest import Ingest
@@ -36,6 +37,7 @@ class Ranks:
 
     Attributes:
         seed: of content keys.
+        spawn: starts what does a rank's work.
         region_fd: gives the descriptor of a staging region, None if it is gone.
         model: what a rank that starts is told to load.
         on_switch: told when another model is served from now on, before any rank begins with it.
@@ -53,6 +55,7 @@ class Ranks:
         on_lost: Callable[[Rank], None],
         on_retired: Callable[[PoolMemory], None],
         on_evict: Callable[[Extent], None],
+        spawn: Spawn = Child,
     ) -> None:
         self.poller = poller
         self._settings = settings
@@ -64,6 +67,7 @@ class Ranks:
         self._on_retired = on_retired
         self.on_evict = on_evict
         self.on_switch: Callable[[], None] = lambda: None
+        self.spawn = spawn
         self._loop = asyncio.get_running_loop()
         self._slots = [Slot(index) for index in range(settings.ranks)]
         self._num_devices = num_devices() if settings.device == "cuda" else 0

@@ -43,7 +43,7 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._flows: dict[tuple[Hashable, float], _Flow[T]] = {}
         self._active: set[_Flow[T]] = set()
-        self._now = 0.0
+        self._now = self._latest = 0.0
         self._num_queued = 0
         self._num_flows = 0
 
@@ -54,17 +54,20 @@ class FairQueue(Generic[T]):
         """Queue an item behind those of its flow. A flow has one weight; another weight is another flow."""
         if weight <= 0 or cost < 0:
             raise ValueError(f"weight must be positive and cost not negative, got {weight} and {cost}")
-        if (of := self._flows.get((flow, weight))) is None:
-            self._forget()
-            self._num_flows += 1
-            of = self._flows[flow, weight] = _Flow(weight, self._now, self._num_flows)
-        if not of.tickets:
-            of.start = max(of.start, self._now)
-            self._active.add(of)
-        ticket = Ticket(item, cost, of)
-        of.tickets[ticket] = None
+        ticket = Ticket(item, cost, self._flow(flow, weight))
+        self._enter(ticket)
         self._num_queued += 1
         return ticket
+
+    def move(self, ticket: Ticket[T], flow: Hashable, weight: float) -> None:
+        """Put an item behind those of another flow; its own is not charged. What has left already is ignored."""
+        if weight <= 0:
+            raise ValueError(f"weight must be positive, got {weight}")
+        if not ticket.is_queued or (target := self._flow(flow, weight)) is ticket.flow:
+            return
+        self._leave(ticket)
+        ticket.flow = target
+        self._enter(ticket)
 
     def ahead(self) -> Iterator[Ticket[T]]:
         """Tickets in the order in which they are due; nothing is taken. The queue may not change meanwhile."""
@@ -83,6 +86,7 @@ class FairQueue(Generic[T]):
         flow = ticket.flow
         self._now = max(self._now, flow.start)
         flow.start += ticket.cost / flow.weight
+        self._latest = max(self._latest, flow.start)
         self.remove(ticket)
         return ticket.item
 
@@ -91,12 +95,31 @@ class FairQueue(Generic[T]):
         if not ticket.is_queued:
             return
         ticket.is_queued = False
-        del ticket.flow.tickets[ticket]
+        self._leave(ticket)
         self._num_queued -= 1
+        if not self._num_queued:  # a busy period is over: nobody is ahead of anybody
+            self._now = self._latest
+            self._flows.clear()
+
+    def _flow(self, flow: Hashable, weight: float) -> _Flow[T]:
+        found = self._flows.get((flow, weight))
+        if found is None:
+            self._forget()
+            self._num_flows += 1
+            found = self._flows[flow, weight] = _Flow(weight, self._now, self._num_flows)
+        return found
+
+    def _enter(self, ticket: Ticket[T]) -> None:
+        flow = ticket.flow
+        if not flow.tickets:
+            flow.start = max(flow.start, self._now)
+            self._active.add(flow)
+        flow.tickets[ticket] = None
+
+    def _leave(self, ticket: Ticket[T]) -> None:
+        del ticket.flow.tickets[ticket]
         if not ticket.flow.tickets:
             self._active.discard(ticket.flow)
-        if not self._num_queued:  # a busy period is over
-            self._now = max(flow.start for flow in self._flows.values())
 
     def _forget(self) -> None:
         if len(self._flows) - len(self._active) > MAX_IDLE_FLOWS:

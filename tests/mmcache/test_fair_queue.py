@@ -135,3 +135,35 @@ def test_a_weight_that_is_none_is_refused() -> None:
         queue.put("a", "a", 0.0, 1.0)
     with pytest.raises(ValueError, match="cost not negative"):
         queue.put("a", "a", 1.0, -1.0)
+
+
+def test_what_moves_up_is_charged_to_its_new_flow() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(20):
+        queue.put(f"other {number}", "other", 8.0, 1.0)
+    bulk = [queue.put(f"bulk {number}", "bulk", 1.0, 1.0) for number in range(4)]
+    served(queue, 4)
+    queue.move(bulk[3], "caller", 8.0)
+    queue.move(bulk[3], "caller", 8.0)
+    assert len(queue) == 20
+    assert "bulk 3" in served(queue, 2)
+    queue.move(bulk[3], "bulk", 1.0)
+    assert "bulk 3" not in served(queue, len(queue)), "what is served cannot come back"
+
+
+def test_a_flow_that_only_lost_items_to_another_owes_nothing() -> None:
+    queue: FairQueue[str] = FairQueue()
+    moved = queue.put("moved", "a", 1.0, 100.0)
+    queue.put("b", "b", 1.0, 1.0)
+    queue.move(moved, "c", 1.0)
+    queue.put("a", "a", 1.0, 1.0)
+    assert queue.take(moved) == "moved"
+    queue.put("c", "c", 1.0, 1.0)
+    assert served(queue, 2) == ["a", "b"], "only the flow that was served waits"
+
+
+def test_a_move_needs_a_weight() -> None:
+    queue: FairQueue[str] = FairQueue()
+    ticket = queue.put("a", "a", 1.0, 1.0)
+    with pytest.raises(ValueError, match="weight must be positive"):
+        queue.move(ticket, "a", 0.0)

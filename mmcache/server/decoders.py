@@ -7,8 +7,10 @@ import logging
 import math
 import os
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from ipc.memory_shm import sealed_copy
 from mmcache.errors import ITEM_ERRORS, EncodeFailed, ItemError, ProtocolError, SidecarError, UndecodableImage
@@ -29,6 +31,9 @@ MAX_TRIES = 6
 """Of one item, whoever was to blame for the decoders' deaths."""
 
 MODULE = "mmcache.server.decoder_process"
+
+OnSize: TypeAlias = "Callable[[int, int, int], None]"
+"""Told the height, width and frames of an item whose pixels are to come."""
 
 
 class SharedDescriptor:
@@ -132,10 +137,13 @@ class Decoders:
         """Whether nothing is decoded or waits to be."""
         return not self._answers and not self._slots.locked() and (self._other is None or self._other.is_idle)
 
-    async def decode(self, item: Supplied, key: bytes, *, is_urgent: bool = True) -> Pixels:
+    async def decode(
+        self, item: Supplied, key: bytes, *, is_urgent: bool = True, on_size: OnSize | None = None
+    ) -> Pixels:
         """Check an item against its key and decode it. Not to be cancelled: the process may be writing.
 
-        What is not urgent waits for no room.
+        What is not urgent waits for no room. `on_size(height, width, num_frames)` is called as soon as the header is
+        read; an `ItemError` that it raises ends the decoding.
 
         Raises:
             ItemError: as the decoder says; `ContentMismatch` when the bytes are not those of the key.
@@ -144,7 +152,7 @@ class Decoders:
         async with self._slots:
             for _ in range(MAX_TRIES):
                 try:
-                    return await self._decode_once(item, key, is_urgent)
+                    return await self._decode_once(item, key, is_urgent, on_size)
                 except _DecoderLostError as lost:
                     if lost.was_at_work:
                         break
@@ -155,7 +163,9 @@ class Decoders:
         if self._other is None:
             self._other = self._make_other()
             self._other._spawn()
-        return await self._other.decode(item, key, is_urgent=is_urgent)  # the first death may have been another's doing
+        return await self._other.decode(
+            item, key, is_urgent=is_urgent, on_size=on_size
+        )  # the first death may have been another's doing
 
     async def start(self) -> None:
         """Start the process and decode one pixel: returns once it is up and well.
@@ -183,7 +193,7 @@ class Decoders:
         if self._child is not None:
             await self._child.stop(timeout_s)
 
-    async def _decode_once(self, item: Supplied, key: bytes, is_urgent: bool) -> Pixels:
+    async def _decode_once(self, item: Supplied, key: bytes, is_urgent: bool, on_size: OnSize | None) -> Pixels:
         await self._up.wait()
         self._last_job += 1
         job_id, child = self._last_job, self._child
@@ -196,6 +206,8 @@ class Decoders:
         probed = await self._answer(job_id)
         assert isinstance(probed, Probed), "a probe is answered by Probed"
         try:
+            if on_size is not None:
+                on_size(probed.height, probed.width, probed.num_frames)
             nbytes = math.prod(pixels_shape(probed.num_frames, probed.height, probed.width))
             part = await self._ingest.reserve(nbytes) if is_urgent else self._ingest.reserve_spare(nbytes)
         except (ItemError, IngestBusyError):

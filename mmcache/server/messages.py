@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import ConfigDict, Field
 
 from mmcache.framing import Message
@@ -178,13 +180,16 @@ class Run(Message):
 class Ran(Message):
     """One microbatch is complete in the pool. `finite`: the guard's verdict for each item.
 
-    `false_claims`: items that were not encoded, because their bytes are not those of their key.
+    `false_claims`: items that were not encoded, because their bytes are not those of their key. `failure`: why none of
+    them was encoded, in `error` for people; after "memory" the rank goes on with other batches as it does after
+    "error".
     """
 
     batch_id: int
     seconds: float
     finite: list[bool] = []
     false_claims: list[int] = []
+    failure: Literal["", "memory", "error"] = ""
     error: str = ""
 
 

@@ -87,7 +87,10 @@ class Rank:
             environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         self.child = Child(ranks.poller, MODULE, self._on_frame, self._on_exit, environ)
         self.child.send(pack_frame(Kind.START_RANK, start, fds=[ingest.region.fd, *([left.fd] if left else [])]))
-        self.batcher = Batcher(self._send_run, settings.max_batch_patches, settings.max_patches_per_second)
+        self.batcher = Batcher(
+            self._send_run, settings.max_batch_patches, settings.max_patches_per_second,
+            max_in_flight=2 if settings.device == "cuda" else 1,
+        )  # fmt: skip
 
     @property
     def pool(self) -> Pool:

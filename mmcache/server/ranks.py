@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from encoder.sharding import CostModel
 from ipc.devices import num_devices
 from ipc.pool import Extent
 from mmcache.config import Settings
@@ -24,6 +23,8 @@ log = logging.getLogger(__name__)
 
 WARM_TIMEOUT_S = 30.0
 """A reload waits this long for a rank, when all of them are being restarted."""
+HOPELESS_DEATHS = 3
+"""In a row, none of them warm: nobody is expected to come back soon."""
 LOAD_TIMEOUT_S = 600.0
 """A rank that has not loaded a model by then is replaced: what it reads from may never answer."""
 
@@ -68,6 +69,7 @@ class Ranks:
         self._num_devices = num_devices() if settings.device == "cuda" else 0
         self._incarnations = [0] * settings.ranks
         self._deaths_in_a_row = [0] * settings.ranks
+        self._reasons: dict[int, str] = {}
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._stopping = False
         self._is_switching = False
@@ -83,10 +85,11 @@ class Ranks:
         return [rank for rank in self._slots if rank is not None and rank.is_ready]
 
     @property
-    def cost(self) -> CostModel:
-        """What predicts an item's time while no rank is chosen; of no rank, nothing."""
-        ready = self.ready
-        return ready[0].cost if ready else CostModel(0.0, 0.0, 0.0)
+    def outage(self) -> str:
+        """Why nothing can be encoded, and will not be soon; empty while a rank is ready, or one is expected to be."""
+        if self.ready or min(self._deaths_in_a_row) < HOPELESS_DEATHS:
+            return ""
+        return "; ".join(f"rank {index}: {reason}" for index, reason in sorted(self._reasons.items()))
 
     @property
     def pids(self) -> list[int]:
@@ -264,5 +267,6 @@ class Ranks:
         delay_s = restart_delay_s(self._deaths_in_a_row[index])
         log.error("rank %d is lost: %s; restart in %.1f s", index, reason, delay_s)
         self._deaths_in_a_row[index] += 1
+        self._reasons[index] = reason
         self.num_restarts += 1
         self._loop.call_later(delay_s, self._spawn, index)

@@ -11,10 +11,12 @@ from typing import Any, cast
 import pytest
 
 from ipc.pool import Pool
-from mmcache.server.batcher import Batcher, EncodeJob, RankLostError, RecalledError
+from mmcache.server.batcher import Batcher, RankLostError, RecalledError
 from mmcache.server.decoders import Pixels
+from mmcache.server.flows import Flow
 from mmcache.server.ingest import IngestSlice
 from mmcache.server.messages import Ran, Run
+from mmcache.server.microbatch import EncodeJob
 from mmcache.server.rank import Rank
 from mmcache.server.scheduler import NoRoomError, Scheduler
 
@@ -48,7 +50,7 @@ class Bench:
 
     def put(self, patches: int, client: str = "client", nbytes: int = 256) -> EncodeJob:
         job = EncodeJob(Pixels(IngestSlice(0, 12), 1, 2, 2), patches, 1, nbytes, float(patches))
-        self.scheduler.put(job, client, 1.0)
+        self.scheduler.put(job, Flow(client))
         return job
 
     def batches(self) -> list[int]:
@@ -160,8 +162,8 @@ def test_who_leaves_makes_room_for_others() -> None:
         first = bench.put(100)
         await turn()
         gone, stays = bench.put(90), bench.put(60)
-        bench.scheduler.fail(gone, KeyError("it left"))
-        bench.scheduler.fail(first, KeyError("a rank has it"))
+        bench.scheduler.give_up(gone, KeyError("it left"))
+        bench.scheduler.give_up(first, KeyError("a rank has it"))
         with pytest.raises(KeyError, match="it left"):
             await gone.done
         bench.ranks[0].answer()

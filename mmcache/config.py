@@ -173,6 +173,21 @@ class Settings(BaseModel):
         ge=4,
         le=1 << 20,
     )
+    batch_wait_ms: Annotated[float, BeforeValidator(rules.no_bool)] = _setting(
+        "longest that a rank which has just finished waits for pictures that are being decoded, to begin them together",
+        "a number, 0 to 1000",
+        0.5,
+        ge=0,
+        le=1000,
+        allow_inf_nan=False,
+    )
+    max_queued_items: Number = _setting(
+        "most items that are looked up, decoded or encoded at once; what is beyond fails at once as overloaded",
+        "a whole number, 1 to 1048576",
+        16384,
+        ge=1,
+        le=1 << 20,
+    )
     max_patches_per_second: Number = _setting(
         "most patches that a rank begins to encode in a second, on the mean, for the good of an engine on its device; "
         "0 for no limit",

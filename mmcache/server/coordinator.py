@@ -7,7 +7,6 @@ import contextlib
 import logging
 import random
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 from ipc.errors import ControlExhausted
@@ -25,6 +24,7 @@ from mmcache.server.connection import Connection
 from mmcache.server.decoders import Decoders
 from mmcache.server.facts import ModelFacts
 from mmcache.server.flight import Flight
+from mmcache.server.flights import Flights
 from mmcache.server.ingest import Ingest
 from mmcache.server.lag import LoopLag
 from mmcache.server.lease_limit import LeaseLimit
@@ -79,11 +79,12 @@ class Coordinator:
         self.connections: set[Connection] = set()
         self._seed = seed
         self._facts: ModelFacts | None = None
-        self._flights: dict[bytes, Flight] = {}
+        self.flights = Flights(self, settings.max_queued_items)
         self.misses = MissPath(self)
         self.scheduler = Scheduler(
-            lambda: self.ranks.ready, lambda: self.misses.waits_for_room, settings.max_batch_patches
-        )
+            lambda: self.ranks.ready, lambda: self.misses.waits_for_room, settings.max_batch_patches,
+            settings.batch_wait_ms / 1000,
+        )  # fmt: skip
         self.ranks.on_switch = self.scheduler.recall
         self.verifier = Verifier(self, settings.verify_sample, random.Random(seed))  # noqa: S311  # no secret
         self.reloads = Reloads(self)
@@ -152,7 +153,7 @@ class Coordinator:
             misses = claim_slices(request, misses)
         if misses:
             request.wait()
-            if new := self._deduplicate(request, misses):
+            if new := self.flights.join(request, misses):
                 self.misses.start(new)
         request.flush()
 
@@ -186,23 +187,9 @@ class Coordinator:
             if (extent := self.pools.get(request.keys[position])) is not None:
                 self._grant(request, position, extent, POOL)
             else:
-                new += self._deduplicate(request, [position])
+                new += self.flights.join(request, [position], has_waited=True)
         if new:
             self.misses.start(new)
-
-    def _deduplicate(self, request: Request, misses: Sequence[int]) -> list[Flight]:
-        """Each missing position joins the flight of its key. Returns the flights that are new."""
-        new: list[Flight] = []
-        for position in misses:
-            key = request.keys[position]
-            flight = self._flights.get(key)
-            if flight is None:
-                flight = self._flights[key] = Flight(key)
-                new.append(flight)
-            else:
-                self.stats.joined += 1
-            flight.join(request, position)
-        return new
 
     def publish(
         self, flight: Flight, rank: Rank, extent: Extent, seconds: float, shape: tuple[int, ...], origin: int
@@ -238,11 +225,6 @@ class Coordinator:
         """Whether no request waits for a decoder, a rank, or room in a pool."""
         return self.decoders.is_idle and not self.misses.waits_for_room and not len(self.scheduler)
 
-    def end(self, flight: Flight) -> None:
-        """A flight is over: the next miss of its key starts a new one."""
-        if self._flights.get(flight.key) is flight:
-            del self._flights[flight.key]
-
     def _rank_added(self, rank: Rank) -> None:
         assert rank.memory is not None, "it is warm"
         self.scheduler.serve(rank)
@@ -267,6 +249,7 @@ class Coordinator:
     def _sweep_regularly(self) -> None:
         self.sweep()
         self.lease_limit.enforce(self)
+        self.flights.end_outage()
         self._loop.call_later(SWEEP_INTERVAL_S, self._sweep_regularly)
 
     def snapshot(self) -> dict[str, object]:

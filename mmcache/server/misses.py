@@ -8,17 +8,18 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from encoder.sizing import num_patches
 from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, SliceGone
 from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.records import ORIGINS
-from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
+from mmcache.server.batcher import RankLostError
 from mmcache.server.behind import WriteBehind
 from mmcache.server.decoders import Pixels, Supplied
-from mmcache.server.facts import ModelFacts
-from mmcache.server.flight import Flight, Waiter
-from mmcache.server.placing import AbandonedError, GaveWayError, Placing
-from mmcache.server.scheduler import NoRoomError
-from mmcache.server.sources import SUPPLY_PATIENCE_S, blame, is_written, sizes
+from mmcache.server.encoding import Encoding
+from mmcache.server.fill_wait import Announcement
+from mmcache.server.flight import AbandonedError, Flight, Waiter
+from mmcache.server.placing import GaveWayError, Placing
+from mmcache.server.sources import SUPPLY_PATIENCE_S, blame, decoded_grid, is_written
 from mmcache.server.staged import StagedPixels
 from mmcache.tiers.base import Entry
 
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ENCODED, STORE = ORIGINS.index("encoded"), ORIGINS.index("store")
-MAX_TRIES = 2
-"""Of encoding one item with one model."""
+STORE = ORIGINS.index("store")
 
 
 class MissPath:
@@ -40,6 +39,7 @@ class MissPath:
         self._loop = asyncio.get_running_loop()
         self.placing = Placing(coordinator, self._spawn)
         self.behind = WriteBehind(coordinator, partial(self._spawn, flights=()))
+        self._encoding = Encoding(coordinator, self.placing, self.behind)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -70,16 +70,23 @@ class MissPath:
 
     async def _fly(self, flight: Flight, entry: Entry | None, fingerprint: Fingerprint) -> None:
         try:
-            while not await self._carry(flight, entry, fingerprint):
-                await self.placing.turn(flight)
+            while not await self._attempt(flight, entry, fingerprint):
                 fingerprint = self._home.fingerprint
                 (entry,) = await self._find([flight], fingerprint)
         except ItemError as error:
             flight.fail(error)
-        except AbandonedError:
-            pass
         finally:
-            self._home.end(flight)
+            self._home.flights.end(flight)
+
+    async def _attempt(self, flight: Flight, entry: Entry | None, fingerprint: Fingerprint) -> bool:
+        """Whether it is over: it is carried, or nobody waits for it. Else it has to begin anew."""
+        try:
+            if await self._carry(flight, entry, fingerprint):
+                return True
+            await self.placing.turn(flight)
+        except AbandonedError:  # who has come since waits for it even so
+            return not flight.waiters
+        return False
 
     async def _carry(self, flight: Flight, entry: Entry | None, fingerprint: Fingerprint) -> bool:
         """From the store or the client to the pool. False if it gave way to an earlier call's."""
@@ -103,7 +110,8 @@ class MissPath:
         flight.stage = "read from the store"
         self.placing.filling.add(flight)
         try:
-            part = await ingest.reserve(entry.nbytes)
+            with flight.interrupted():
+                part = await ingest.reserve(entry.nbytes)
         finally:
             self.placing.filling.discard(flight)
         try:
@@ -128,7 +136,7 @@ class MissPath:
         while True:
             pixels = await self._pixels(flight)
             try:
-                await self._encode_pixels(flight, pixels)
+                await self._encoding.encode(flight, pixels)
             except (ContentMismatch, SliceGone) as error:
                 if not isinstance(pixels, StagedPixels):
                     raise
@@ -155,8 +163,10 @@ class MissPath:
                 (request, position), supplied = answer
                 flight.stage = "decoded"
                 self.placing.filling.add(flight)
+                announcement = self._home.scheduler.announce()
                 try:
-                    return await self._home.decoders.decode(supplied, flight.key)
+                    on_size = partial(self._sized, announcement)
+                    return await self._home.decoders.decode(supplied, flight.key, on_size=on_size)
                 except ContentMismatch as error:
                     if (request, position) in flight.waiters:  # else its client has left meanwhile
                         flight.leave(request, position)
@@ -164,7 +174,11 @@ class MissPath:
                 finally:
                     self.placing.filling.discard(flight)
                     supplied.memory.release()
+                    announcement.withdraw()  # ranks look again in the loop's next turn: it is in their queue by then
         raise AbandonedError
+
+    def _sized(self, announcement: Announcement, height: int, width: int, num_frames: int) -> None:
+        announcement.sized(num_patches(decoded_grid(height, width, num_frames, self._home.facts)))
 
     async def _supplied(self, flight: Flight, first: Waiter) -> tuple[Waiter, Supplied] | None:
         """The bytes and whose they are; None when the first waiter will not send them, or keeps others waiting."""
@@ -182,74 +196,6 @@ class MissPath:
             if flight.pass_on():
                 return None
 
-    async def _encode_pixels(self, flight: Flight, pixels: Pixels | StagedPixels) -> None:
-        failure = EncodeFailed("the ranks died while encoding it")
-        num_tries = 0
-        while num_tries < MAX_TRIES:
-            served = self._home.facts
-            try:
-                if await self._encode_once(flight, pixels, served):
-                    return
-            except EncodeFailed as error:
-                failure = error
-            except ItemError:
-                if served.fingerprint == self._home.fingerprint:
-                    raise
-            # A model that came meanwhile has all its tries.
-            num_tries = num_tries + 1 if served.fingerprint == self._home.fingerprint else 0
-        raise failure
-
-    async def _encode_once(self, flight: Flight, pixels: Pixels | StagedPixels, served: ModelFacts) -> bool:
-        """Encode and publish an item. False when its rank died, or when `served` is not served any more."""
-        grid, patches, tokens = sizes(pixels, served)
-        cost_s = self._home.ranks.item_seconds(patches)
-        job = EncodeJob(pixels, patches, tokens, tokens * served.token_bytes, cost_s, flight)
-        is_good = False
-        try:
-            seconds = await self._run(flight, job, served)
-            # The rank may have died right after its answer, or the model changed.
-            is_served = served.fingerprint == self._home.fingerprint
-            is_good = seconds is not None and is_served and job.extent is not None and not job.extent.is_lost
-        finally:
-            if not is_good and job.rank is not None and job.extent is not None:
-                job.rank.pool.abandon(job.extent)
-        if not is_good:
-            return False
-        rank, extent = job.rank, job.extent
-        assert seconds is not None and rank is not None and extent is not None, "it is good"  # noqa: PT018
-        self._home.stats.encoded += 1
-        self._home.stats.encode_seconds += seconds
-        if self._home.publish(flight, rank, extent, seconds, (tokens, *grid), ENCODED):
-            self.behind.write(rank, extent, (tokens, *grid))
-        if isinstance(pixels, StagedPixels):  # whoever needed it may have left
-            pixels.slice.cached(rank.pool, self._home.pools.index[flight.key])
-        return True
-
-    async def _run(self, flight: Flight, job: EncodeJob, served: ModelFacts) -> float | None:
-        """Have a rank encode it: the seconds that it took. None when its rank died or the model changed."""
-        self.placing.check_size(job.nbytes)
-        scheduler = self._home.scheduler
-        try:
-            try:
-                if (first := flight.first()) is None:
-                    raise AbandonedError
-                flight.stage = "encoded"
-                flight.on_abandoned = lambda: scheduler.fail(job, AbandonedError())
-                return await scheduler.put(job, first[0].connection, 1.0)
-            except NoRoomError:
-                flight.on_abandoned = None
-                rank, extent = await self.placing.place(flight, job.nbytes, job.num_patches, may_give_way=True)
-                if served.fingerprint != self._home.fingerprint:
-                    rank.pool.abandon(extent)
-                    return None
-                flight.stage = "encoded"
-                job.done = self._loop.create_future()
-                return await rank.batcher.submit(job.bind(rank, extent))
-            finally:
-                flight.on_abandoned = None
-        except (RankLostError, RecalledError):
-            return None
-
     def _spawn(self, work: Coroutine[object, object, None], flights: Sequence[Flight]) -> None:
         """Run a task. A fault of ours in it fails its flights at once instead of at their deadline."""
         task = self._loop.create_task(work)
@@ -263,6 +209,6 @@ class MissPath:
             self._home.stats.errors["Internal"] += 1
             for flight in flights:
                 flight.fail(EncodeFailed(f"internal error: {fault!r}"))
-                self._home.end(flight)
+                self._home.flights.end(flight)
 
         task.add_done_callback(ended)

@@ -106,7 +106,10 @@ class Rank:
             environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         self.child: Worker = ranks.spawn(ranks.poller, MODULE, self._on_frame, self._on_exit, environ)
         self.child.send(pack_frame(Kind.START_RANK, start, fds=[ingest.region.fd, *([left.fd] if left else [])]))
-        self.batcher = Batcher(self._send_run, settings.max_batch_patches, settings.max_patches_per_second)
+        self.batcher = Batcher(
+            self._send_run, settings.max_batch_patches, settings.max_patches_per_second,
+            max_in_flight=2 if settings.device == "cuda" else 1,
+        )  # fmt: skip
         self._limits = Limits(settings.encode_timeout_s)
         self._watchdog = Watchdog(self._on_hang)
         self._watchdog.asked(LOADING, 0, "load its model and become warm", lambda: START_TIMEOUT_S)
@@ -251,8 +254,6 @@ class Rank:
         self._bound(ran.max_patches)
         if ran.failure == "memory":
             self._ranks.on_out_of_memory(self)
-        if not ran.error and not ran.false_claims:
-            self.cost.observe(self.batcher.running_patches, ran.seconds)
         self.batcher.ran(ran)
 
     def _on_loaded(self, loaded: Loaded) -> None:

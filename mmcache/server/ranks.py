@@ -93,11 +93,6 @@ class Ranks:
             return ""
         return "; ".join(f"rank {index}: {reason}" for index, reason in reasons[:MAX_REASONS])
 
-    def item_seconds(self, num_patches: int) -> float:
-        """Prediction for an item while no rank is chosen; 0 without a rank."""
-        ready = self.ready
-        return ready[0].cost.item_seconds(num_patches) if ready else 0.0
-
     @property
     def pids(self) -> list[int]:
         """Process ids of the ranks that are alive."""

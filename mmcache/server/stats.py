@@ -111,6 +111,12 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "batches": coordinator.pools.num_past_batches + sum(rank.batcher.num_batches for rank in ranks.ready),
             "queued": len(coordinator.scheduler) + sum(len(rank.batcher) for rank in ranks.ready),
         },
+        "queue": {
+            "flights": len(coordinator.flights),
+            "max_items": settings.max_queued_items,
+            **coordinator.scheduler.counters(),
+        },
+        "batches": coordinator.scheduler.batch_counters(),
         "loop_lag": coordinator.lag.counters(),
         "cost": error_counters([rank.cost for rank in ranks.ready])
         | {"ranks": [rank.cost.counters() for rank in ranks.ready]},

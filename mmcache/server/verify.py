@@ -18,11 +18,12 @@ from ipc.pool import Extent
 from mmcache.errors import ItemError
 from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.records import GRANT_EXTENT
-from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
+from mmcache.server.batcher import BatchFailedError, RankLostError, RecalledError
 from mmcache.server.decoders import Supplied
 from mmcache.server.flight import Waiter
 from mmcache.server.ingest import IngestBusyError
 from mmcache.server.messages import Compared
+from mmcache.server.microbatch import EncodeJob
 from mmcache.server.rank import Rank
 from mmcache.server.requests import Request
 from mmcache.server.sources import sizes
@@ -91,6 +92,9 @@ class _Expected:
 
 class _NoVerdictError(Exception):
     """The verification would take what requests need, or what it was about has changed."""
+
+
+NO_VERDICT = (_NoVerdictError, IngestBusyError, BatchFailedError, RankLostError, RecalledError)
 
 
 class Verifier:
@@ -187,7 +191,7 @@ class Verifier:
         try:
             fault = await self._fault(expected, supplied)
             outcome = "mismatched" if fault else "matched"
-        except (_NoVerdictError, ItemError, IngestBusyError, RankLostError, RecalledError) as error:
+        except (*NO_VERDICT, ItemError) as error:
             log.debug("a verification was dropped: %r", error)
         finally:
             self.counters[outcome] += 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from ipc.pool import Pool
-from mmcache.server.batcher import Batcher, EncodeJob, RankLostError
+from mmcache.server.batcher import Batcher, RankLostError
 from mmcache.server.decoders import Pixels
 from mmcache.server.ingest import IngestSlice
 from mmcache.server.messages import Ran, Run
+from mmcache.server.microbatch import EncodeJob
 
 
 async def queued(patches_per_second: int, sent: list[Run]) -> tuple[Batcher, list[asyncio.Future[float]]]:

@@ -135,3 +135,95 @@ def test_a_weight_that_is_none_is_refused() -> None:
         queue.put("a", "a", 0.0, 1.0)
     with pytest.raises(ValueError, match="cost not negative"):
         queue.put("a", "a", 1.0, -1.0)
+
+
+def test_what_moves_up_is_charged_to_its_new_flow() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(20):
+        queue.put(f"other {number}", "other", 8.0, 1.0)
+    bulk = [queue.put(f"bulk {number}", "bulk", 1.0, 1.0) for number in range(4)]
+    served(queue, 4)
+    queue.move(bulk[3], "caller", 8.0)
+    queue.move(bulk[3], "caller", 8.0)
+    assert len(queue) == 20
+    assert "bulk 3" in served(queue, 2)
+    queue.move(bulk[3], "bulk", 1.0)
+    assert "bulk 3" not in served(queue, len(queue)), "what is served cannot come back"
+
+
+def test_a_flow_that_only_lost_items_to_another_owes_nothing() -> None:
+    queue: FairQueue[str] = FairQueue()
+    moved = queue.put("moved", "a", 1.0, 100.0)
+    queue.put("b", "b", 1.0, 1.0)
+    queue.move(moved, "c", 1.0)
+    queue.put("a", "a", 1.0, 1.0)
+    assert queue.take(moved) == "moved"
+    queue.put("c", "c", 1.0, 1.0)
+    assert served(queue, 2) == ["a", "b"], "only the flow that was served waits"
+
+
+def test_a_move_needs_a_weight() -> None:
+    queue: FairQueue[str] = FairQueue()
+    ticket = queue.put("a", "a", 1.0, 1.0)
+    with pytest.raises(ValueError, match="weight must be positive"):
+        queue.move(ticket, "a", 0.0)
+
+
+class Model:
+    """The same rule, written without regard to what it costs."""
+
+    def __init__(self) -> None:
+        self.queued: dict[int, list[tuple[int, float]]] = {}
+        self.starts: dict[int, float] = {}
+        self.orders: dict[int, int] = {}
+        self.now = self.latest = 0.0
+
+    def put(self, number: int, flow: int, cost: float) -> None:
+        if not self.queued.get(flow):
+            self.starts[flow] = max(self.starts.get(flow, self.now), self.now)
+        self.orders.setdefault(flow, len(self.orders))
+        self.queued.setdefault(flow, []).append((number, cost))
+
+    def ahead(self) -> list[int]:
+        tagged = []
+        for flow, items in self.queued.items():
+            start = self.starts[flow]
+            for place, (number, cost) in enumerate(items):
+                tagged.append((start, self.orders[flow], place, number))
+                start += cost / (flow + 1)
+        return [number for *_, number in sorted(tagged)]
+
+    def leave(self, number: int, *, is_served: bool) -> None:
+        ((flow, item),) = [(flow, item) for flow, items in self.queued.items() for item in items if item[0] == number]
+        if is_served:
+            self.now = max(self.now, self.starts[flow])
+            self.starts[flow] += item[1] / (flow + 1)
+            self.latest = max(self.latest, self.starts[flow])
+        self.queued[flow].remove(item)
+        if not any(self.queued.values()):
+            self.now, self.queued, self.starts, self.orders = self.latest, {}, {}, {}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("put"), st.integers(0, 5), st.sampled_from([0.0, 0.5, 1.0, 3.0])),
+            st.tuples(st.sampled_from(["take", "remove"]), st.integers(0, 3), st.just(0.0)),
+        ),
+        max_size=150,
+    )
+)
+def test_the_order_is_that_of_the_rule(steps: list[tuple[str, int, float]]) -> None:
+    queue: FairQueue[int] = FairQueue()
+    model = Model()
+    tickets = {}
+    for number, (step, choice, cost) in enumerate(steps):
+        if step == "put":
+            tickets[number] = queue.put(number, choice, choice + 1.0, cost)
+            model.put(number, choice, cost)
+        elif due := model.ahead()[: choice + 1]:
+            ticket = tickets[due[-1]]
+            model.leave(ticket.item, is_served=step == "take")
+            queue.take(ticket) if step == "take" else queue.remove(ticket)
+        assert [ticket.item for ticket in queue.ahead()] == model.ahead()

@@ -30,6 +30,7 @@ from ipc.memory_shm import sealed_copy
 from mmcache.keys import KeyHasher
 from mmcache.media import IMAGE
 from mmcache.server.channel import Poller
+from mmcache.server.decode_job import Job
 from mmcache.server.decoders import Decoders, Pixels, SharedDescriptor, Supplied
 from mmcache.server.ingest import Ingest
 
@@ -127,7 +128,7 @@ async def pooled(
 
     async def one(place: int) -> None:
         item = Supplied(memories[place], "", IMAGE, b"", 0, len(files[place]))
-        pixels = await pool.decode(item, hasher.key(IMAGE, b"", files[place]))
+        pixels = await pool.decode(Job(item, hasher.key(IMAGE, b"", files[place])))
         if expected is not None:
             compare(ingest, pixels, expected[place])
         ingest.free(pixels.part)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from mmcache.media import IMAGE
+from mmcache.server.fair_queue import Ticket
+from mmcache.server.flows import Flow
 from mmcache.server.ingest import IngestSlice
 
 if TYPE_CHECKING:
@@ -80,20 +82,30 @@ class Pixels:
 class Job:
     """One item on its way through the decoders.
 
+    `is_urgent`: what is not waits for no room in the ingest region. `on_size(height, width, num_frames)` is called
+    once, as soon as the header is read; the pixels come later, or an error does. What it raises ends the decoding.
+
     Attributes:
+        flow: whose it is, and what share of the decoders that one has, against others that wait.
         is_waiting: in the pool's line for a process.
         had_turn: it was in the hands of a process, and waits for another one if it waits.
+        ticket: its place there, until its first turn.
         granted: while it waits, what tells it of its turn.
     """
 
-    __slots__ = ("_on_size", "granted", "had_turn", "is_urgent", "is_waiting", "item", "key")
+    __slots__ = ("_on_size", "flow", "granted", "had_turn", "is_urgent", "is_waiting", "item", "key", "ticket")
 
-    def __init__(self, item: Supplied, key: bytes, is_urgent: bool = True, on_size: OnSize | None = None) -> None:
+    def __init__(
+        self, item: Supplied, key: bytes, flow: Flow | None = None,
+        *, is_urgent: bool = True, on_size: OnSize | None = None,
+    ) -> None:  # fmt: skip
         self.item = item
         self.key = key
+        self.flow = flow or Flow(None)
         self.is_urgent = is_urgent
         self.is_waiting = False
         self.had_turn = False
+        self.ticket: Ticket[Job] | None = None
         self.granted: asyncio.Future[Turn] | None = None
         self._on_size = on_size
 

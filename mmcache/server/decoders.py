@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Hashable
 from functools import partial
 
 from mmcache.errors import EncodeFailed
 from mmcache.server.channel import Poller
-from mmcache.server.decode_job import Job, OnSize, Pixels, SharedDescriptor, Supplied
-from mmcache.server.decode_queue import DecodeQueue
+from mmcache.server.decode_job import Job, Pixels, SharedDescriptor, Supplied
 from mmcache.server.decode_turn import DecoderLostError, MovedError, Turn
 from mmcache.server.decoder import Decoder
+from mmcache.server.fair_queue import FairQueue
+from mmcache.server.flows import Flow
 from mmcache.server.ingest import Ingest
 from mmcache.server.messages import StartDecoder
 from mmcache.server.suspects import MAX_TRIES, Suspects
@@ -36,7 +36,7 @@ class Decoders:
         self._loop = asyncio.get_running_loop()
         self._decoders = [make(self._dispatch, self._relieve) for _ in range(num_processes)]
         self._suspects = Suspects(partial(make, _nothing, _nothing))
-        self._queue: DecodeQueue[Job] = DecodeQueue()
+        self._queue: FairQueue[Job] = FairQueue()
         self._returned: deque[Job] = deque()  # had their turns already, in a process that died or took long
         self._num_decoded = 0
         self._num_moved = 0
@@ -86,15 +86,8 @@ class Decoders:
         """End the processes."""
         await asyncio.gather(*(decoder.stop(timeout_s) for decoder in self._decoders), self._suspects.stop(timeout_s))
 
-    async def decode(
-        self, supplied: Supplied, key: bytes,
-        *, flow: Hashable = None, weight: float = 1.0, is_urgent: bool = True, on_size: OnSize | None = None,
-    ) -> Pixels:  # fmt: skip
+    async def decode(self, job: Job) -> Pixels:
         """Check an item against its key and decode it.
-
-        `flow` and `weight`: whose it is and what share of the decoders that one has, against others that wait. What is
-        not urgent waits for no room in the ingest region. `on_size(height, width, num_frames)` is called once, as soon
-        as the header is read; the pixels come later, or an error does. What it raises ends the decoding.
 
         May be cancelled: an item that waits leaves the queue at once; what a process is writing is freed when it has
         been written.
@@ -103,14 +96,20 @@ class Decoders:
             ItemError: as a decoder says; `ContentMismatch` when the bytes are not those of the key.
             IngestBusyError: there is no room to spare for what is not urgent.
         """
-        pixels = await self._decode(Job(supplied, key, is_urgent, on_size), flow, weight)
+        pixels = await self._decode(job)
         self._num_decoded += 1
         return pixels
 
-    async def _decode(self, job: Job, flow: Hashable, weight: float) -> Pixels:
+    def move(self, job: Job, flow: Flow) -> None:
+        """It is another's from now on. Of no account once a process has it."""
+        job.flow = flow
+        if job.ticket is not None:  # else it waits for nothing yet
+            self._queue.move(job.ticket, flow.owner, flow.weight)
+
+    async def _decode(self, job: Job) -> Pixels:
         num_deaths = 0
         while num_deaths < MAX_TRIES:
-            turn = await self._turn(job, flow, weight)
+            turn = await self._turn(job)
             try:
                 return await turn.decoder.run(turn)
             except MovedError:
@@ -123,7 +122,7 @@ class Decoders:
             raise EncodeFailed("no decoder lived long enough to decode it")
         return await self._suspects.decode(job)
 
-    async def _turn(self, job: Job, flow: Hashable, weight: float) -> Turn:
+    async def _turn(self, job: Job) -> Turn:
         """Wait in the line; what had a turn already is before all that had none."""
         granted: asyncio.Future[Turn] = self._loop.create_future()
         job.granted = granted
@@ -131,7 +130,7 @@ class Decoders:
         if job.had_turn:
             self._returned.append(job)
         else:
-            self._queue.push(job, flow, weight, job.item.predicted_pixels)
+            job.ticket = self._queue.put(job, job.flow.owner, job.flow.weight, job.item.predicted_pixels)
         self._dispatch()
         try:
             return await granted
@@ -145,7 +144,7 @@ class Decoders:
     def _dispatch(self) -> None:
         """Put what waits into the hands of processes that have room."""
         while (self._returned or len(self._queue)) and (decoder := self._least_busy()) is not None:
-            job = self._returned.popleft() if self._returned else self._queue.pop()
+            job = self._returned.popleft() if self._returned else self._queue.take(next(self._queue.ahead()))
             job.is_waiting = False
             assert job.granted is not None, "it stands in the line"
             if not job.granted.done():  # else it was cancelled this moment
@@ -153,10 +152,10 @@ class Decoders:
                 job.granted.set_result(decoder.begin(job))
 
     def _remove(self, job: Job) -> None:
-        if job.had_turn:
+        if job.ticket is None or job.had_turn:
             self._returned.remove(job)
         else:
-            self._queue.remove(job)
+            self._queue.remove(job.ticket)
 
     def _least_busy(self) -> Decoder | None:
         free = [decoder for decoder in self._decoders if decoder.has_room]

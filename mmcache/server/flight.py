@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from mmcache.errors import ItemError
-from mmcache.server.flows import INTERACTIVE, priority_of
+from mmcache.server.flows import INTERACTIVE
 
 if TYPE_CHECKING:
     from ipc.pool import Extent
@@ -60,7 +60,7 @@ class Flight:
         request.open[position] = self
         if self.place is not None:
             self.place.advance(request.call.order)
-        if self.on_change is not None and priority_of(request) == INTERACTIVE:
+        if self.on_change is not None and request.priority == INTERACTIVE:
             self.on_change()
 
     def leave(self, request: Request, position: int) -> None:
@@ -69,7 +69,7 @@ class Flight:
         self.waiters.pop((request, position), None)
         if was_first:
             self._answer(None)
-        is_other = was_first or not self.waiters or priority_of(request) == INTERACTIVE
+        is_other = was_first or not self.waiters or request.priority == INTERACTIVE
         if self.on_change is not None and is_other:
             self.on_change()
         if self.place is not None:
@@ -106,8 +106,10 @@ class Flight:
             request.fail(position, error)
 
     @contextlib.contextmanager
-    def interrupted(self) -> Iterator[None]:
+    def interrupted(self, on_change: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Inside, what its task waits for is cancelled when its last waiter leaves; only around what may be.
+
+        `on_change` is called when others wait for it than before.
 
         Raises:
             AbandonedError: that happened.
@@ -118,7 +120,9 @@ class Flight:
 
         def changed() -> None:
             nonlocal is_abandoned
-            if not self.waiters and not is_abandoned:
+            if self.waiters:
+                on_change()
+            elif not is_abandoned:
                 is_abandoned = True
                 task.cancel()
 

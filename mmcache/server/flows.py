@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
+from mmcache.records import PRIORITIES
+
 if TYPE_CHECKING:
     from mmcache.server.flight import Flight
-    from mmcache.server.requests import Request
 
 INTERACTIVE, BULK = 0, 1
-CLASSES = ("interactive", "bulk")
+CLASSES = PRIORITIES
 """Names of the priorities, by code."""
 WEIGHTS = (8.0, 1.0)
 """Shares of a flow by its priority."""
@@ -28,15 +29,10 @@ class Flow(NamedTuple):
         return WEIGHTS[self.priority]
 
 
-def priority_of(_: Request) -> int:
-    """The code of a request's priority."""
-    return INTERACTIVE
-
-
 def flow_of(flight: Flight) -> Flow:
     """Of the first who waits for a flight, before all of lower priority. It has waiters."""
     requests = (request for request, _ in flight.waiters)
-    first = next((request for request in requests if priority_of(request) == INTERACTIVE), None)
+    first = next((request for request in requests if request.priority == INTERACTIVE), None)
     if first is None:
         first, _ = next(iter(flight.waiters))
-    return Flow(first.connection, priority_of(first))
+    return Flow(first.connection, first.priority)

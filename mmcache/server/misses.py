@@ -14,10 +14,12 @@ from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.records import ORIGINS
 from mmcache.server.batcher import RankLostError
 from mmcache.server.behind import WriteBehind
+from mmcache.server.decode_job import Job
 from mmcache.server.decoders import Pixels, Supplied
 from mmcache.server.encoding import Encoding
 from mmcache.server.fill_wait import Announcement
 from mmcache.server.flight import AbandonedError, Flight, Waiter
+from mmcache.server.flows import flow_of
 from mmcache.server.placing import GaveWayError, Placing
 from mmcache.server.sources import SUPPLY_PATIENCE_S, blame, decoded_grid, is_written
 from mmcache.server.staged import StagedPixels
@@ -165,8 +167,7 @@ class MissPath:
                 self.placing.filling.add(flight)
                 announcement = self._home.scheduler.announce()
                 try:
-                    on_size = partial(self._sized, announcement)
-                    return await self._home.decoders.decode(supplied, flight.key, on_size=on_size)
+                    return await self._decoded(flight, supplied, announcement)
                 except ContentMismatch as error:
                     if (request, position) in flight.waiters:  # else its client has left meanwhile
                         flight.leave(request, position)
@@ -176,6 +177,14 @@ class MissPath:
                     supplied.memory.release()
                     announcement.withdraw()  # ranks look again in the loop's next turn: it is in their queue by then
         raise AbandonedError
+
+    async def _decoded(self, flight: Flight, supplied: Supplied, announcement: Announcement) -> Pixels:
+        if not flight.waiters:
+            raise AbandonedError
+        decoders = self._home.decoders
+        job = Job(supplied, flight.key, flow_of(flight), on_size=partial(self._sized, announcement))
+        with flight.interrupted(lambda: decoders.move(job, flow_of(flight))):
+            return await decoders.decode(job)
 
     def _sized(self, announcement: Announcement, height: int, width: int, num_frames: int) -> None:
         announcement.sized(num_patches(decoded_grid(height, width, num_frames, self._home.facts)))

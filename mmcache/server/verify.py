@@ -19,6 +19,7 @@ from mmcache.errors import ItemError
 from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.records import GRANT_EXTENT
 from mmcache.server.batcher import BatchFailedError, RankLostError, RecalledError
+from mmcache.server.decode_job import Job
 from mmcache.server.decoders import Supplied
 from mmcache.server.flight import Waiter
 from mmcache.server.ingest import IngestBusyError
@@ -215,7 +216,7 @@ class Verifier:
         return fault
 
     async def _compare(self, rank: Rank, extent: Extent, key: bytes, supplied: Supplied) -> str:
-        pixels = await self._home.decoders.decode(supplied, key, is_urgent=False)
+        pixels = await self._home.decoders.decode(Job(supplied, key, is_urgent=False))
         try:
             if self._home.pools.get(key) is not extent:  # it was removed, or the model changed
                 raise _NoVerdictError

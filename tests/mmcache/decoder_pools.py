@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +15,9 @@ from ipc.memory_shm import sealed_copy
 from mmcache.keys import KeyHasher
 from mmcache.media import IMAGE
 from mmcache.server.channel import Poller
+from mmcache.server.decode_job import Job
 from mmcache.server.decoders import Decoders, Pixels, SharedDescriptor, Supplied
+from mmcache.server.flows import Flow
 from mmcache.server.ingest import Ingest
 from tests.mmcache.support import is_alive
 
@@ -36,13 +38,16 @@ class Pool:
             poller, self.ingest, SEED, 100_000_000, "exif", timeout_s, num_processes=num_processes
         )  # fmt: skip
 
-    async def decode(self, data: bytes, claimed: bytes | None = None, **arguments: Any) -> Pixels:
+    async def decode(
+        self, data: bytes, claimed: bytes | None = None, flow: Hashable = None, **arguments: Any
+    ) -> Pixels:
         """The file's pixels, in the region. `claimed`: the file that it is said to be."""
         fd, _ = sealed_copy("test-file", [data])
         memory = SharedDescriptor(fd)
         try:
             key = KeyHasher(SEED).key(IMAGE, b"", data if claimed is None else claimed)
-            return await self.decoders.decode(Supplied(memory, "", IMAGE, b"", 0, len(data)), key, **arguments)
+            supplied = Supplied(memory, "", IMAGE, b"", 0, len(data))
+            return await self.decoders.decode(Job(supplied, key, Flow(flow), **arguments))
         finally:
             memory.release()
 

@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from encoder.sharding import CostModel
 from ipc.pool import Pool
 from mmcache.server.batcher import Batcher
+from mmcache.server.costs import Predictor
 from mmcache.server.decoders import Pixels
 from mmcache.server.flows import INTERACTIVE, Flow
 from mmcache.server.ingest import IngestSlice
@@ -31,6 +33,7 @@ class SilentRank:
 
     def __post_init__(self) -> None:
         self.batcher = Batcher(self.sent.append, BUDGET, max_in_flight=self.max_in_flight)
+        self.cost = Predictor(CostModel(0.0, 0.0, 1.0))
 
     @property
     def num_in_flight(self) -> int:

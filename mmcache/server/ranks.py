@@ -18,7 +18,7 @@ from mmcache.server.facts import ModelFacts
 from mmcache.server.ingest import Ingest
 from mmcache.server.pool_memory import PoolMemory
 from mmcache.server.rank import Rank
-from mmcache.server.slots import Death, Slot, counters
+from mmcache.server.slots import Death, Slot, counters, outage
 from mmcache.server.state import StateFolder
 
 log = logging.getLogger(__name__)
@@ -27,8 +27,6 @@ WARM_TIMEOUT_S = 30.0
 """A reload waits this long for a rank, when all of them are being restarted."""
 LOAD_TIMEOUT_S = 600.0
 """A rank that has not loaded a model by then is replaced: what it reads from may never answer."""
-MAX_REASONS = 4
-"""Of an outage; of how many ranks they are told."""
 
 
 class Ranks:
@@ -88,10 +86,7 @@ class Ranks:
     @property
     def outage(self) -> str:
         """Why nothing can be encoded, and will not be soon; empty while a rank is ready, or one is expected to be."""
-        reasons = [(slot.index, slot.hopeless) for slot in self._slots]
-        if self.ready or not all(reason for _, reason in reasons):
-            return ""
-        return "; ".join(f"rank {index}: {reason}" for index, reason in reasons[:MAX_REASONS])
+        return "" if self.ready else outage(self._slots)
 
     @property
     def pids(self) -> list[int]:

@@ -20,6 +20,9 @@ made for it; it was in the way of a reload."""
 HOPELESS_STARTS = 3
 """So many ranks in a row that did not become warm, and the next is not expected to."""
 
+MAX_REASONS = 4
+"""Of an outage; of how many ranks they are told."""
+
 
 @dataclass(slots=True)
 class Slot:
@@ -102,6 +105,14 @@ class Slot:
             "out_of_memory": self.num_out_of_memory,
             "lost_because": self.why,
         }
+
+
+def outage(slots: Sequence[Slot]) -> str:
+    """Why no rank is expected anywhere soon; empty if one is, or is there."""
+    reasons = [(slot.index, slot.hopeless) for slot in slots]
+    if not all(reason for _, reason in reasons):
+        return ""
+    return "; ".join(f"rank {index}: {reason}" for index, reason in reasons[:MAX_REASONS])
 
 
 def counters(slots: Sequence[Slot]) -> dict[str, object]:

@@ -23,7 +23,7 @@ from encoder.sizing import grid_thw, num_tokens
 from tests.mmcache.support import SidecarProcess, eventually, image
 
 IS_SOAK = bool(os.environ.get("MMCACHE_SOAK"))
-SHORTEST_S, LONGEST_S = (300, 1200) if IS_SOAK else (20, 240)
+SHORTEST_S, LONGEST_S = (300, 1200) if IS_SOAK else (60, 240)
 NUM_FAULTS = 20 if IS_SOAK else 3
 NUM_CLIENTS, NUM_PICTURES, PICTURES_A_CALL = 8, 200, 12
 """Their embeddings are twice as large as both pools: there are misses all the time."""

@@ -21,7 +21,7 @@ from tests.mmcache.support import SidecarProcess, clean_environ, eventually, ima
 
 def test_grants_on_their_way_end_with_a_timeout(sidecar: SidecarProcess) -> None:
     with sidecar.connect() as observer, sidecar.connect(timeout=0.5) as client:
-        client.encode([image(1)])[0].release()
+        observer.encode([image(1)])[0].release()
         sidecar.send_signal(signal.SIGSTOP)
         with pytest.raises(mmcache.RequestTimeout):
             client.encode([image(1)] * 20)

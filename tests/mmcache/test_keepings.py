@@ -73,7 +73,7 @@ def test_a_full_pool_names_who_keeps_it(full: SidecarProcess) -> None:
         assert "keeper" in error.reason
         assert "0 leases, 2 with unclaimed shares, 2 kept for consumers of staged pixels, 1048576 bytes" in error.reason
         client.cancel(*(ref for pair in refs for ref in pair))
-        release(other.encode(big(44)))
+        release(client.encode(big(44)))
 
 
 @pytest.mark.parametrize("action", ["quarantine", "kill"])

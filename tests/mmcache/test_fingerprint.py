@@ -96,8 +96,8 @@ def test_every_setting_is_in_or_out() -> None:
     """A new setting has to be put on one side, here and in docs/fingerprint.md."""
     inside = {"model", "dtype", "orientation", "deterministic"}
     outside = {
-        "device", "ranks", "decoders", "pool_bytes", "ingest_bytes", "state", "store", "store_bytes", "socket", "control_words",
-        "max_item_bytes", "max_pixels", "decode_timeout_s", "encode_timeout_s", "verify_sample",
+        "device", "ranks", "decoders", "pool_bytes", "ingest_bytes", "state", "store", "store_bytes", "socket",
+        "control_words", "max_item_bytes", "max_pixels", "decode_timeout_s", "encode_timeout_s", "verify_sample",
         "max_batch_patches", "drain_timeout_s",
         "store_timeout_ms", "write_behind_bytes", "log_level", "staging_bytes", "staging_bytes_total", "lease_limit_s",
         "lease_limit_action", "max_patches_per_second", "device_bytes", "stream_priority", "batch_wait_ms",

@@ -18,14 +18,14 @@ from encoder.errors import EncoderError
 from encoder.spans import Spans
 
 AttentionKernel: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Spans], torch.Tensor]
-"""Takes q, k and v, parts of one `[T, 3, H, d]`, and returns softmax(q k' / sqrt(d)) v within each span, `[T, H, d]`."""
+"""Takes q, k and v, parts of one `[T, 3, H, d]`; returns softmax(q k' / sqrt(d)) v within each span, `[T, H, d]`."""
 
 NUM_TIMINGS: Final = 7
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """A kernel, the module that it comes from, and whether a graph of it can be told other spans than it was made for."""
+    """A kernel, the module that it comes from, and whether a graph of it can be told other spans."""
 
     name: str
     module: str
@@ -173,4 +173,4 @@ def _seconds(kernel: AttentionKernel, qkv_T3Hd: torch.Tensor, spans: Spans) -> f
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    return float(statistics.median(times))

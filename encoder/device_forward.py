@@ -25,9 +25,11 @@ VALUES_MULTIPLE = 8
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    """A block and the sums of biases that the residual stream lacks before its attention and before its MLP."""
+
     block: Block
-    offset0_D: torch.Tensor
-    offset1_D: torch.Tensor
+    attention_offset: torch.Tensor
+    mlp_offset: torch.Tensor
 
 
 class DeviceForward:
@@ -76,12 +78,12 @@ class DeviceForward:
     ) -> None:
         block = layer.block
         norm0, norm1, mlp = block.norm0, block.norm1, block.mlp
-        h_TD = layer_norm(x_TD, layer.offset0_D, norm0.weight, norm0.bias, norm0.eps)
+        h_TD = layer_norm(x_TD, layer.attention_offset, norm0.weight, norm0.bias, norm0.eps)
         qkv_T3Hd = block.wqkv(h_TD).view(self._qkv_shape)
         rotate_(qkv_T3Hd, cosines, sines)
         out_THd = self._attention(qkv_T3Hd[:, 0], qkv_T3Hd[:, 1], qkv_T3Hd[:, 2], spans)
         x_TD.addmm_(out_THd.flatten(1), block.wo.weight.t())
-        h_TD = layer_norm(x_TD, layer.offset1_D, norm1.weight, norm1.bias, norm1.eps)
+        h_TD = layer_norm(x_TD, layer.mlp_offset, norm1.weight, norm1.bias, norm1.eps)
         x_TD.addmm_(linear_gelu(h_TD, mlp.fc0), mlp.fc1.weight.t())
 
 
@@ -94,13 +96,18 @@ def linear_gelu(x_TD: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
 
 
 def _layers(model: MoonViT) -> tuple[list[_Layer], torch.Tensor]:
-    """The blocks, each with the sums of biases that its residual stream lacks, and the last such sum."""
+    """The blocks with their sums of biases, and the last such sum."""
     tower = model.vision_tower
-    offset_D = tower.patch_embed.proj.bias.detach().float()
+    sum_D = _bias(tower.patch_embed.proj)
     layers = []
     for block in tower.encoder.blocks:
         assert isinstance(block, Block), "a tower is made of blocks"
-        offset1_D = offset_D + block.wo.bias.detach().float()
-        layers.append(_Layer(block, offset_D, offset1_D))
-        offset_D = offset1_D + block.mlp.fc1.bias.detach().float()
-    return layers, offset_D
+        mlp_sum_D = sum_D + _bias(block.wo)
+        layers.append(_Layer(block, sum_D, mlp_sum_D))
+        sum_D = mlp_sum_D + _bias(block.mlp.fc1)
+    return layers, sum_D
+
+
+def _bias(layer: nn.Linear | nn.Conv2d) -> torch.Tensor:
+    assert layer.bias is not None, "every layer of the tower has one"
+    return layer.bias.detach().float()

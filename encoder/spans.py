@@ -27,16 +27,16 @@ class Spans:
     """The items of a packed batch, and after them spans of padding that no embedding comes from.
 
     `cu_seqlens` and `cu_tokens` are host ints, in patches (with the padding) and in tokens (without); `num_tokens` are
-    those with the padding. On the device,
-    int32: `table`, `[5, slots + 1]`, whose rows are the same in patches, the same in merged rows, then frames, height
-    and width of each span; and `tiles`, `[n, 2]`, every run of `TILE_ROWS` queries as span and first row, longest span
-    first, -1 where there is none.
+    those with the padding. On the device, int32, one after the other in `words`: `table`, `[5, slots + 1]`, whose rows
+    are the same in patches, the same in merged rows, then frames, height and width of each span; and `tiles`, `[n, 2]`,
+    every run of `TILE_ROWS` queries as span and first row, longest span first, -1 where there is none.
     """
 
     cu_seqlens: tuple[int, ...]
     cu_tokens: tuple[int, ...]
     max_seqlen: int
     num_tokens: int
+    words: torch.Tensor
     table: torch.Tensor
     tiles: torch.Tensor
 
@@ -90,8 +90,17 @@ def plan_spans(
     sides = [[*(row[axis] for row in rows), 1] for axis in range(3)]
     tiles = _tiles(cu_seqlens)
     tiles += [(-1, 0)] * (shape.num_tiles - len(tiles))
-    table, tile_table = _upload([*cu_seqlens, *merged, *(n for side in sides for n in side)], tiles, device)
-    return Spans(cu_seqlens, cu_tokens, shape.max_seqlen, shape.num_tokens, table, tile_table)
+    columns = [*cu_seqlens, *merged, *(n for side in sides for n in side)]
+    words = _upload([*columns, *(word for tile in tiles for word in tile)], device)
+    return Spans(
+        cu_seqlens=cu_seqlens,
+        cu_tokens=cu_tokens,
+        max_seqlen=shape.max_seqlen,
+        num_tokens=shape.num_tokens,
+        words=words,
+        table=words[: len(columns)].view(TABLE_ROWS, -1),
+        tiles=words[len(columns) :].view(-1, 2),
+    )
 
 
 def _fits(own: SpansShape, shape: SpansShape) -> bool:
@@ -118,11 +127,8 @@ def _tiles(cu_seqlens: Sequence[int]) -> list[tuple[int, int]]:
     return [(index, row) for index, (start, end) in spans for row in range(start, end, TILE_ROWS)]
 
 
-def _upload(
-    table: list[int], tiles: list[tuple[int, int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    words = torch.tensor([*table, *(word for tile in tiles for word in tile)], dtype=torch.int32)
+def _upload(values: list[int], device: torch.device) -> torch.Tensor:
+    words = torch.tensor(values, dtype=torch.int32)
     if device.type == "cuda":
         words = words.pin_memory()
-    words = words.to(device, non_blocking=True)
-    return words[: len(table)].view(TABLE_ROWS, -1), words[len(table) :].view(-1, 2)
+    return words.to(device, non_blocking=True)

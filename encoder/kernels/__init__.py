@@ -1,1 +1,1 @@
-"""Kernels for the device, in Triton. This module imports nothing, and nothing imports its neighbours without a device."""
+"""Kernels for the device, in Triton, which only this package imports. This module imports nothing."""

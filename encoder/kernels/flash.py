@@ -31,33 +31,28 @@ class FlashTuning:
 
 
 @triton.jit
+def _load(place, mask, MASKED: tl.constexpr):
+    return tl.load(place, mask=mask, other=0.0) if MASKED else tl.load(place)
+
+
+@triton.jit
 def _step(
     q, q_tail, k, v, first, end, stride, row_max, row_sum, out, out_tail, scale,
     HEAD: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, KEYS: tl.constexpr, PARTIAL: tl.constexpr,
-    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """One block of keys: only a partial one, the last of a span, has keys to leave out."""
     key = first + tl.arange(0, KEYS)
-    column = tl.arange(0, WIDE)
-    rows = key.to(tl.int64)[:, None] * stride
+    tail = WIDE + tl.arange(0, out_tail.shape[1])
     inside = (key < end)[:, None]
-    if PARTIAL:
-        k_block = tl.load(k + rows + column[None, :], mask=inside, other=0.0)
-    else:
-        k_block = tl.load(k + rows + column[None, :])
-    if EXACT:
-        scores = tl.dot(q, tl.trans(k_block), input_precision="ieee")
-    else:
-        scores = tl.dot(q, tl.trans(k_block))
+    tail_inside = inside & (tail < HEAD)[None, :] if PARTIAL else (tail < HEAD)[None, :]
+    rows = key.to(tl.int64)[:, None] * stride
+    place = rows + tl.arange(0, WIDE)[None, :]
+    tail_place = rows + tail[None, :]
+    scores = tl.dot(q, tl.trans(_load(k + place, inside, PARTIAL)), input_precision=PRECISION)
     if TAIL > 0:
-        tail = WIDE + tl.arange(0, TAIL)
-        tail_mask = (tail < HEAD)[None, :]
-        if PARTIAL:
-            tail_mask = inside & tail_mask
-        k_tail = tl.load(k + rows + tail[None, :], mask=tail_mask, other=0.0)
-        if EXACT:
-            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
-        else:
-            scores = tl.dot(q_tail, tl.trans(k_tail), scores)
+        k_tail = tl.load(k + tail_place, mask=tail_inside, other=0.0)
+        scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
     if PARTIAL:
         scores = tl.where((key < end)[None, :], scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
@@ -65,22 +60,10 @@ def _step(
     shrink = tl.exp2(row_max - new_max)
     row_sum = row_sum * shrink + tl.sum(weights, 1)
     weights = weights.to(v.dtype.element_ty)
-    out = out * shrink[:, None]
-    if PARTIAL:
-        v_block = tl.load(v + rows + column[None, :], mask=inside, other=0.0)
-    else:
-        v_block = tl.load(v + rows + column[None, :])
-    if EXACT:
-        out = tl.dot(weights, v_block, out, input_precision="ieee")
-    else:
-        out = tl.dot(weights, v_block, out)
+    out = tl.dot(weights, _load(v + place, inside, PARTIAL), out * shrink[:, None], input_precision=PRECISION)
     if TAIL > 0:
-        out_tail = out_tail * shrink[:, None]
-        v_tail = tl.load(v + rows + tail[None, :], mask=tail_mask, other=0.0)
-        if EXACT:
-            out_tail = tl.dot(weights, v_tail, out_tail, input_precision="ieee")
-        else:
-            out_tail = tl.dot(weights, v_tail, out_tail)
+        v_tail = tl.load(v + tail_place, mask=tail_inside, other=0.0)
+        out_tail = tl.dot(weights, v_tail, out_tail * shrink[:, None], input_precision=PRECISION)
     return new_max, row_sum, out, out_tail
 
 
@@ -88,7 +71,7 @@ def _step(
 def _flash_kernel(
     q, k, v, out, cu_seqlens, tiles, stride, out_stride, scale,
     HEAD: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, TAIL_BLOCK: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -115,12 +98,12 @@ def _flash_kernel(
     for first in tl.range(start, whole_end, KEYS, num_stages=STAGES):
         row_max, row_sum, total, total_tail = _step(
             q_block, q_tail, k, v, first, end, stride, row_max, row_sum, total, total_tail, scale,
-            HEAD, WIDE, TAIL, KEYS, False, EXACT,
+            HEAD, WIDE, TAIL, KEYS, False, PRECISION,
         )  # fmt: skip
     if whole_end < end:
         row_max, row_sum, total, total_tail = _step(
             q_block, q_tail, k, v, whole_end, end, stride, row_max, row_sum, total, total_tail, scale,
-            HEAD, WIDE, TAIL, KEYS, True, EXACT,
+            HEAD, WIDE, TAIL, KEYS, True, PRECISION,
         )  # fmt: skip
     share = 1.0 / row_sum
     rows = query.to(tl.int64)[:, None] * out_stride + head * HEAD
@@ -135,9 +118,9 @@ def flash_attention(
     k_THd: torch.Tensor,
     v_THd: torch.Tensor,
     spans: Spans,
-    tuning: FlashTuning = FlashTuning(),  # noqa: B008 - frozen
+    tuning: FlashTuning = FlashTuning(),
 ) -> torch.Tensor:
-    """Return softmax(q k' / sqrt(d)) v within each span as a new `[T, H, d]`; heads lie side by side in the inputs."""
+    """Return softmax(q k' / sqrt(d)) v within each span, `[T, H, d]`; heads lie side by side in the inputs."""
     total, heads, head = q_THd.shape
     assert q_THd.stride() == k_THd.stride() == v_THd.stride(), "the three are parts of one tensor"
     assert q_THd.stride()[1:] == (head, 1), "heads lie side by side"
@@ -147,6 +130,7 @@ def flash_attention(
     _flash_kernel[(spans.tiles.shape[0], heads)](
         q_THd, k_THd, v_THd, out, spans.table, spans.tiles, q_THd.stride(0), out.stride(0), LOG2_E / head**0.5,
         HEAD=head, WIDE=wide, TAIL=max(16, tail) if tail else 0, TAIL_BLOCK=max(16, tail), QUERIES=TILE_ROWS,
-        KEYS=tuning.keys, STAGES=tuning.num_stages, EXACT=q_THd.dtype == torch.float32, num_warps=tuning.num_warps,
+        KEYS=tuning.keys, STAGES=tuning.num_stages,
+        PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32", num_warps=tuning.num_warps,
     )  # fmt: skip
     return out

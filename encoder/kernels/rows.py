@@ -5,11 +5,15 @@ Shape suffixes: T rows, D hidden width, c pairs of one head.
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
 
 from encoder.spans import Spans
+
+FEWEST_SLOTS: Final = 128
 
 
 @triton.jit
@@ -27,7 +31,7 @@ def _span_of(starts, row, stride, SLOTS: tl.constexpr):
     return tl.sum((ends <= row).to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _place_kernel(
     table, stride, positions, times, frequencies, out, cosines, sines, width,
     SIDE_Y: tl.constexpr, SIDE_X: tl.constexpr, PAIRS: tl.constexpr, PAIRS_BLOCK: tl.constexpr,
@@ -69,6 +73,12 @@ def _place_kernel(
     tl.store(out + row.to(tl.int64) * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
+def _slots(stride: int) -> int:
+    """Few distinct sizes: each is compiled by itself."""
+    slots: int = max(FEWEST_SLOTS, triton.next_power_of_2(stride))
+    return slots
+
+
 def place(
     spans: Spans, positions: torch.Tensor, times: torch.Tensor, frequencies: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -86,7 +96,7 @@ def place(
     _place_kernel[(rows,)](
         spans.table, stride, positions, times, frequencies, out, cosines, sines, width,
         SIDE_Y=side_y, SIDE_X=side_x, PAIRS=pairs, PAIRS_BLOCK=triton.next_power_of_2(pairs),
-        SLOTS=triton.next_power_of_2(stride), BLOCK=triton.next_power_of_2(width), num_warps=4,
+        SLOTS=_slots(stride), BLOCK=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
     return out, cosines, sines
 
@@ -101,7 +111,7 @@ def _normalised(x, inside, column, weight, bias, width, eps):
     return centred * scale[:, None] * weight[None, :] + bias[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _layer_norm_kernel(
     x, offset, weight, bias, out, rows, width, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
@@ -136,7 +146,7 @@ def layer_norm(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _merge_kernel(
     table, stride, x, offset, weight, bias, eps, next_weight, next_bias, next_eps, out, width,
     MERGE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -145,20 +155,17 @@ def _merge_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     span = _span_of(table + stride, row, stride, SLOTS)
-    frames = 0
-    start = 0
-    plane = 0
-    if span < stride - 1:
-        frames = tl.load(table + 2 * stride + span)
-        height = tl.load(table + 3 * stride + span)
-        columns = tl.load(table + 4 * stride + span)
-        local = row - tl.load(table + stride + span)
-        token = local // (MERGE * MERGE)
-        part = local % (MERGE * MERGE)
-        y = token // (columns // MERGE) * MERGE + part // MERGE
-        x_place = token % (columns // MERGE) * MERGE + part % MERGE
-        plane = height * columns
-        start = tl.load(table + span) + y * columns + x_place
+    is_item = span < stride - 1
+    frames = tl.load(table + 2 * stride + span, mask=is_item, other=0)
+    height = tl.load(table + 3 * stride + span, mask=is_item, other=MERGE)
+    columns = tl.load(table + 4 * stride + span, mask=is_item, other=MERGE)
+    local = row - tl.load(table + stride + span)
+    token = local // (MERGE * MERGE)
+    part = local % (MERGE * MERGE)
+    y = token // (columns // MERGE) * MERGE + part // MERGE
+    x_place = token % (columns // MERGE) * MERGE + part % MERGE
+    plane = height * columns
+    start = tl.load(table + span) + y * columns + x_place
     shift = tl.load(offset + column, mask=inside, other=0.0)
     total = tl.zeros([1, BLOCK], tl.float32)
     for frame in range(frames):
@@ -180,9 +187,9 @@ def merge(
     next_norm: torch.nn.LayerNorm,
     merge_size: int,
 ) -> torch.Tensor:
-    """Return `[N, merge^2 * D]`, N tokens with the padding: LayerNorm, mean over frames, merged patches side by side, LayerNorm.
+    """Return `[N, merge^2 * D]`, N tokens with the padding, whose rows are zero and behind those of all items.
 
-    Items' tokens lie end to end; rows behind the last are zero.
+    LayerNorm, mean over frames, merged patches side by side, LayerNorm.
     """
     width = x_TD.shape[1]
     total = spans.num_tokens * merge_size**2
@@ -191,6 +198,6 @@ def merge(
     _merge_kernel[(total,)](
         spans.table, stride, x_TD, offset_D, norm.weight, norm.bias, norm.eps,
         next_norm.weight, next_norm.bias, next_norm.eps, out, width,
-        MERGE=merge_size, SLOTS=triton.next_power_of_2(stride), BLOCK=triton.next_power_of_2(width), num_warps=4,
+        MERGE=merge_size, SLOTS=_slots(stride), BLOCK=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
     return out.view(spans.num_tokens, -1)

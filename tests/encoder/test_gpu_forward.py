@@ -1,0 +1,128 @@
+"""The forward pass for GPUs on one: every attention that works there, eagerly and through graphs. Needs torch only."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from encoder.attention import BACKENDS, load_attention, measure_attention
+from encoder.config import EncoderConfig, ProcessorConfig
+from encoder.device_forward import DeviceForward
+from encoder.difference import difference
+from encoder.graphs import GraphCache, GraphLimits
+from encoder.moonvit import MoonViT
+from encoder.sizing import Grid, num_patches, num_tokens
+from encoder.source import ModelSource
+from encoder.spans import plan_spans
+from encoder.weights import build_model
+
+pytestmark = pytest.mark.gpu
+
+MIXED: list[Grid] = [(1, 16, 16), (1, 2, 2), (2, 4, 6), (1, 6, 30), (4, 10, 12), (3, 8, 2), (1, 20, 22)]
+PACKS: list[list[Grid]] = [MIXED, [(1, 32, 32)], [(1, 2, 2)], [(1, 4, 4)] * 33]
+CONFIG = EncoderConfig(hidden_size=1152, num_layers=2, num_heads=16, mlp_size=4304, text_width=7168)
+
+
+@cache
+def model(dtype: torch.dtype) -> MoonViT:
+    half = build_model(ModelSource("true width", CONFIG, ProcessorConfig(), None), torch.bfloat16)
+    return half.to(dtype).cuda()
+
+
+@cache
+def working_attention() -> tuple[str, ...]:
+    qkv = torch.randn(256, 3, 16, 72, device="cuda", dtype=torch.bfloat16)
+    return tuple(measure_attention(qkv, [plan_spans([(1, 16, 16)], CONFIG, qkv.device)]))
+
+
+@pytest.fixture(params=BACKENDS)
+def forward(request: pytest.FixtureRequest) -> DeviceForward:
+    if request.param not in working_attention():
+        pytest.skip(f"{request.param} does not work here")
+    return DeviceForward(model(torch.bfloat16), load_attention(request.param))
+
+
+@pytest.fixture
+def graphs(forward: DeviceForward, request: pytest.FixtureRequest) -> GraphCache:
+    if not BACKENDS[request.node.callspec.params["forward"]].fits_graphs:
+        pytest.skip("its launches depend on the lengths of the items")
+    return GraphCache(forward, GraphLimits(max_patches=2048, max_items=64, max_graphs=2))
+
+
+@pytest.fixture
+def no_sync() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def rows_of(grids: list[Grid], seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(sum(map(num_patches, grids)), 588, generator=generator) * 2 - 1).bfloat16().cuda()
+
+
+def truth_of(grids: list[Grid]) -> list[torch.Tensor]:
+    outs = [torch.empty(num_tokens(grid, 2), 7168, device="cuda") for grid in grids]
+    model(torch.float32)(rows_of(grids).float(), grids, outs)
+    return outs
+
+
+def assert_near(out: torch.Tensor, grids: list[Grid]) -> None:
+    truth = truth_of(grids)
+    for mine, other in zip(out.float().split([len(item) for item in truth]), truth, strict=True):
+        found = difference(mine, other)
+        assert found.relative_error <= 2e-2
+        assert found.min_cosine >= 0.9999
+
+
+def run(forward: DeviceForward, rows: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
+    return forward(nn.functional.pad(rows, (0, 4)), plan_spans(grids, CONFIG, rows.device))
+
+
+@pytest.mark.parametrize("grids", PACKS, ids=["mixed", "1024", "4", "33 of 16"])
+def test_eager_is_near_float32_and_waits_for_nothing(forward: DeviceForward, grids: list[Grid], no_sync: None) -> None:
+    rows = rows_of(grids)
+    run(forward, rows, grids)
+    torch.cuda.set_sync_debug_mode("error")
+    out = run(forward, rows, grids)
+    torch.cuda.set_sync_debug_mode("default")
+    assert_near(out, grids)
+
+
+@pytest.mark.parametrize("grids", PACKS, ids=["mixed", "1024", "4", "33 of 16"])
+def test_graphs_are_near_float32_and_wait_for_nothing(graphs: GraphCache, grids: list[Grid], no_sync: None) -> None:
+    rows = rows_of(grids)
+    graphs.warm([grids])
+    torch.cuda.set_sync_debug_mode("error")
+    out = graphs.run(rows, grids)
+    torch.cuda.set_sync_debug_mode("default")
+    assert_near(out, grids)
+
+
+def test_graphs_of_a_bucket_keep_nothing_of_the_batch_before(graphs: GraphCache) -> None:
+    """NaN of one batch are gone in the next, and in one batch they stay with their item."""
+    other: list[Grid] = [(1, 16, 16), (1, 2, 4), (2, 4, 6), (1, 6, 28), (4, 10, 12), (3, 8, 2), (1, 20, 22)]
+    assert graphs.bucket(other) == graphs.bucket(MIXED)
+    clean = graphs.run(rows_of(MIXED), MIXED).clone()
+    poisoned = torch.full_like(rows_of(other), torch.nan)
+    assert graphs.run(poisoned, other).isnan().all()
+    assert torch.equal(graphs.run(rows_of(MIXED), MIXED), clean)
+    assert len(graphs) == 1
+
+
+def test_the_least_recently_used_graph_goes_first(graphs: GraphCache) -> None:
+    packs: list[list[Grid]] = [[(1, 2, 2)], [(1, 16, 16)], [(1, 32, 32)]]
+    graphs.warm(packs)
+    assert len(graphs) == 2
+    assert graphs.bucket([(1, 64, 64)]) is None
+    assert_near(graphs.run(rows_of(packs[0]), packs[0]), packs[0])
+
+
+def test_an_item_with_nan_spoils_no_other(forward: DeviceForward) -> None:
+    rows = rows_of(MIXED)
+    before = run(forward, rows, MIXED)
+    rows[256:260] = torch.nan
+    after = run(forward, rows, MIXED)
+    assert after[64:65].isnan().any()
+    assert torch.equal(torch.cat([before[:64], before[65:]]), torch.cat([after[:64], after[65:]]))

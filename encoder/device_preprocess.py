@@ -17,7 +17,7 @@ import torch
 
 from encoder.config import ProcessorConfig
 from encoder.errors import ImageError
-from encoder.kernels.resize_plan import MAX_FRAME_BYTES, NUM_FIELDS, FrameFields, line
+from encoder.kernels.resize_plan import MAX_FRAME_BYTES, FrameFields, line
 from encoder.kernels.resize_tables import resize_table
 from encoder.sizing import Grid, grid_thw, resized_size
 
@@ -34,9 +34,9 @@ class Tiling:
     more arithmetic, one launch less if all frames of a batch are such.
     """
 
-    across_rows: int = 8
+    across_rows: int = 4
     across_columns: int = 128
-    finish_rows: int = 8
+    finish_rows: int = 4
     finish_columns: int = 128
     num_warps: int = 4
     max_fused_pixels: int = 0
@@ -52,6 +52,7 @@ class _Size:
     across_tiles: int
     finish_tiles: int
     scratch_words: int
+    is_fused: bool
 
     @property
     def table_bytes(self) -> int:
@@ -131,6 +132,7 @@ class DevicePreprocessor:
             patch,
             tiling.finish_rows,
             tiling.finish_columns,
+            any(size.is_fused for size in sizes),
             num_warps=tiling.num_warps,
         )
 
@@ -145,7 +147,8 @@ class DevicePreprocessor:
     def _size(self, item: torch.Tensor) -> _Size:
         if item.dtype != torch.uint8 or item.device != self._device or not item.is_contiguous():
             raise ImageError(
-                f"pixels must be contiguous uint8 on {self._device}, got {item.dtype} {list(item.shape)} on {item.device}"
+                f"pixels must be contiguous uint8 on {self._device}, got {item.dtype} {list(item.shape)} "
+                f"with strides {item.stride()} on {item.device}"
             )
         shape = item.shape
         known = self._sizes.get(shape)
@@ -194,6 +197,7 @@ class DevicePreprocessor:
             across_tiles=_tiles(height, tiling.across_rows, new_width, tiling.across_columns) if uses_scratch else 0,
             finish_tiles=_tiles(patch * grid[1], tiling.finish_rows, patch * grid[2], tiling.finish_columns),
             scratch_words=height * new_width if uses_scratch else 0,
+            is_fused=across_taps > 0 and not uses_scratch,
         )
 
     def _tables(self, *sides: tuple[int, int]) -> tuple[torch.Tensor | None, tuple[int, int], tuple[int, int]]:
@@ -230,7 +234,7 @@ class DevicePreprocessor:
 
 def _starts(lengths: Sequence[int] | npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
     """Where each begins if they lie end to end, and where the last ends."""
-    ends = np.cumsum(lengths)
+    ends = np.cumsum(lengths, dtype=np.int64)
     return ends - lengths, int(ends[-1])
 
 

@@ -1,5 +1,7 @@
 """What the resize kernels share: which frame a program works for, and the horizontal pass on a block of pixels."""
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
 import triton
 import triton.language as tl
 

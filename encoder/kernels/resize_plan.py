@@ -26,7 +26,6 @@ class FrameFields(NamedTuple):
     first_patch: int
 
 
-NUM_FIELDS: Final = len(FrameFields._fields)
 MAX_FRAME_BYTES: Final = 2**31 - 2**20
 """Offsets inside a frame are 32 bits wide, with room for a window's end."""
 

@@ -43,7 +43,9 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-def expected(items: Sequence[Pixels], processor: ProcessorConfig, dtype: torch.dtype) -> tuple[torch.Tensor, list[Grid]]:
+def expected(
+    items: Sequence[Pixels], processor: ProcessorConfig, dtype: torch.dtype
+) -> tuple[torch.Tensor, list[Grid]]:
     """As the encoder makes them of Pillow's pixels."""
     mean, std = (torch.tensor(values).view(3, 1, 1) * 255.0 for values in (processor.image_mean, processor.image_std))
     made = [preprocess(item, processor) for item in items]
@@ -69,7 +71,7 @@ def is_resized(shape: tuple[int, ...]) -> bool:
     return resized_size(shape[-1], shape[-2], PROCESSOR, shape[0] if len(shape) == 3 else 0) != shape[:-3:-1]
 
 
-MIXED = [(28, 28), (60, 90), (1, 1), (3, 61, 100), (29, 13), (40, 300), (300, 7), (2, 20, 30), (7200, 1), (1, 7300)]
+MIXED = [(28, 28), (60, 90), (1, 1), (3, 61, 100), (29, 13), (40, 300), (300, 7), (2, 20, 30), (900, 1), (1, 900)]
 """Sizes that stay, that change, and that change on one side alone; images and chunks."""
 
 
@@ -102,7 +104,7 @@ def test_real_pictures(tiling: Tiling) -> None:
     items = []
     for name in ("chelsea.png", "astronaut.png"):
         with Image.open(picture_folder() / name) as image:
-            items.append(np.asarray(image.convert("RGB"))[40:200, 60:260])
+            items.append(np.array(image.convert("RGB").crop((60, 40, 220, 170))))
     assert_same(items, replace(PROCESSOR, max_patches=40), tiling)
 
 
@@ -119,7 +121,7 @@ def test_any_sizes(shapes: list[tuple[int, int, int]], max_patches: int, seed: i
 
 
 def test_more_frames_than_are_searched_at_a_time() -> None:
-    assert_same([picture(seed, 2, 3, 5) for seed in range(70)])
+    assert_same([picture(seed, 2, 3, 5) for seed in range(66)])
 
 
 def test_items_lie_anywhere_in_one_buffer_and_rows_where_asked() -> None:
@@ -178,9 +180,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
         preprocessor.rows([good, good], [grid, (1, 2, 2)], out)
     with pytest.raises(ImageError, match="as many grids"):
         preprocessor.rows([good, good], [grid], out)
-    for wrong in (out[1:], out.double(), torch.empty_like(out.T).T):
+    for wrong in (out[1:], out.double(), torch.empty(588, len(out), device=DEVICE).T):
         with pytest.raises(ImageError, match="out must be"):
             preprocessor.rows([good, good], [grid, grid], wrong)
     with pytest.raises(ImageError, match="at most"):
-        preprocessor.rows([torch.empty(1, dtype=torch.uint8, device=DEVICE).expand(30000, 30000, 3)], [grid])
+        preprocessor.rows([torch.empty(30000, 30000, 3, dtype=torch.uint8, device=DEVICE)], [grid])
     assert out.isnan().all()

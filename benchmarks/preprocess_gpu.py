@@ -6,9 +6,10 @@ Needs torch and triton alone. Every batch is checked bit for bit against the for
 it is installed, for each tiling before that is timed. The alternatives resize on the device by `interpolate` (close
 to those bits, not equal), image by image or stacked where all have one size, and then pad, normalise and cut.
 
-`device` is the device's time alone: calls wait behind a sleeping kernel until all are queued. `call` is a call's share
-of many in a row, host time of the plan included; `done` is one call until the device has finished. `--tiny` runs the
-checks alone, on small pictures: on a CPU under Triton's interpreter (`TRITON_INTERPRET=1`).
+`device` is the device's time alone: calls wait behind a sleeping kernel until all are queued; `host` is what queuing
+one takes. `call` is a call's share of many in a row, so the longer of both; `done` is one call until the device has
+finished. Mixes of sizes have been seen before, but for `new mix`: sizes seen before in an order never seen. `--tiny`
+runs the checks alone, on small pictures: on a CPU under Triton's interpreter (`TRITON_INTERPRET=1`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from encoder.config import ProcessorConfig
-from encoder.device_preprocess import DevicePreprocessor, Tiling
+from encoder.device_plan import Tiling
+from encoder.device_preprocess import DevicePreprocessor
 from encoder.preprocess import Pixels, preprocess
 from encoder.sizing import Grid, grid_thw, num_patches, resized_size
 from tests.encoder.integer_resize import integer_resize
@@ -163,18 +165,20 @@ def call_ms(call: Call, num_calls: int, num_batches: int = 7) -> float:
     return statistics.median(times)
 
 
-def device_ms(call: Call, num_calls: int, host_ms: float, num_batches: int = 5) -> float:
-    times = []
+def device_and_host_ms(call: Call, num_calls: int, share_ms: float, num_batches: int = 5) -> tuple[float, float]:
+    times, host_times = [], []
     for _ in range(num_batches):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
-        torch.cuda._sleep(int((host_ms * num_calls * 1.5 + 0.5) * 2e6))
+        torch.cuda._sleep(int((share_ms * num_calls * 1.5 + 0.5) * 2e6))
         begin.record()
+        start = time.perf_counter()
         for _ in range(num_calls):
             call()
+        host_times.append((time.perf_counter() - start) * 1e3 / num_calls)
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / num_calls)
-    return statistics.median(times)
+    return statistics.median(times), statistics.median(host_times)
 
 
 def timed(call: Call) -> dict[str, float]:
@@ -182,7 +186,8 @@ def timed(call: Call) -> dict[str, float]:
     for _ in range(6):
         call()
     share = call_ms(call, 30)
-    return {"device": device_ms(call, 12, share), "call": share, "done": call_ms(call, 1, 60)}
+    device, host = device_and_host_ms(call, 12, share)
+    return {"device": device, "host": host, "call": share, "done": call_ms(call, 1, 60)}
 
 
 def rotating(sets: Sequence[Any], call: Callable[[Any], torch.Tensor]) -> Call:
@@ -239,8 +244,51 @@ def run_case(case: Case, tilings: Sequence[Tiling], *, only_check: bool) -> dict
     return result
 
 
+def new_mix_ms(case: Case) -> float:
+    """A call's share of many, each with the items in another order, which only sizes that differ can tell."""
+    items, grids = on_device(case.pictures()), case.grids
+    preprocessor = DevicePreprocessor(case.processor, DEVICE, DTYPE)
+    draw = np.random.default_rng(9)
+
+    def call() -> torch.Tensor:
+        order = orders.pop()
+        return preprocessor.rows([items[index] for index in order], [grids[index] for index in order])
+
+    orders = [draw.permutation(len(items)).tolist() for _ in range(220)]
+    call()
+    return call_ms(call, 30)
+
+
+def host_parts_us() -> dict[str, float]:
+    """Microseconds of the host for the parts of a call of four small images: the copy of the plan, one launch."""
+    case = all_cases()[1]
+    items, grids = on_device(case.pictures()), case.grids
+    preprocessor = DevicePreprocessor(case.processor, DEVICE, DTYPE)
+    preprocessor.rows(items, grids)
+    mix = preprocessor._plans.mix(tuple(item.shape for item in items))
+    plan = preprocessor._upload(mix.plan([item.data_ptr() for item in items], 0))
+    out = torch.empty(mix.num_patches, 588, dtype=DTYPE, device=DEVICE)
+    tiling, finish, channels = Tiling(), preprocessor._finish, preprocessor._channels
+    sizes = (14, tiling.finish_rows, tiling.finish_columns, False)
+    parts: dict[str, Callable[[], object]] = {
+        "plan": lambda: mix.plan([item.data_ptr() for item in items], 0),
+        "upload": lambda: preprocessor._upload(mix.plan([item.data_ptr() for item in items], 0)),
+        "launch": lambda: finish[(mix.finish_tiles,)](plan, 4, channels, out, *sizes, num_warps=tiling.num_warps),
+        "out": lambda: torch.empty(mix.num_patches, 588, dtype=DTYPE, device=DEVICE),
+    }
+    times = {}
+    for name, part in parts.items():
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            part()
+        times[name] = (time.perf_counter() - start) * 5e3
+        torch.cuda.synchronize()
+    return times
+
+
 def cold_ms(case: Case) -> float:
-    """The first call for sizes never seen: tables made and uploaded. The kernels are compiled already."""
+    """`done` of the first call for sizes never seen: tables made and uploaded. The kernels are compiled already."""
     items, grids = on_device(case.pictures()), case.grids
     times = []
     for _ in range(5):
@@ -265,7 +313,7 @@ def report(result: dict[str, Any]) -> None:
         if "error" in entry:
             print(f"  {label:30} {entry['error'][:80]}")
         elif "call" in entry:
-            times = "".join(f"{key} {entry[key] * 1e3:8.1f} us  " for key in ("device", "call", "done"))
+            times = "".join(f"{key} {entry[key] * 1e3:8.1f} us  " for key in ("device", "host", "call", "done"))
             print(f"  {label:30} {times}{'exact' if entry.get('exact') else ''}")
         else:
             print(f"  {label:30} exact")
@@ -295,16 +343,22 @@ def main() -> None:
         result = run_case(case, tilings, only_check=arguments.tiny)
         if not arguments.tiny:
             result["cold"] = cold_ms(case)
+            if len(set(case.sizes)) > 1:
+                result["new mix"] = new_mix_ms(case)
         whole["cases"].append(result)
         if arguments.out:
             arguments.out.mkdir(parents=True, exist_ok=True)
             (arguments.out / "preprocess_gpu.json").write_text(json.dumps(whole, indent=1))
+    if not arguments.tiny:
+        whole["host parts"] = host_parts_us()
     whole["seconds"] = time.perf_counter() - started
     print(json.dumps(whole))
     for result in whole["cases"]:
         report(result)
-        if "cold" in result:
-            print(f"  {'first call, sizes never seen':30} {result['cold'] * 1e3:.0f} us")
+        for key in ("new mix", "cold"):
+            if key in result:
+                print(f"  {key:30} {result[key] * 1e3:.0f} us")
+    print("host, us:", whole.get("host parts"))
     print({key: whole[key] for key in ("torch", "triton", "device", "seconds")})
 
 

@@ -4,10 +4,8 @@ from typing import Final, NamedTuple
 
 
 class FrameFields(NamedTuple):
-    """Addresses are of the device, in bytes; sizes in pixels; 0 stands for what a frame has not."""
+    """Addresses are of the device, in bytes; sizes in pixels; 0 stands for what a frame has not, or not yet."""
 
-    source: int
-    """uint8 `[height, width, 3]`, at any byte."""
     width: int
     height: int
     new_width: int
@@ -19,11 +17,13 @@ class FrameFields(NamedTuple):
     across_taps: int
     down_table: int
     down_taps: int
-    scratch: int
+    source: int = 0
+    """uint8 `[height, width, 3]`, at any byte."""
+    scratch: int = 0
     """32 bits a pixel, `[height, new_width]`: what the first launch leaves to the second."""
-    first_across_tile: int
-    first_finish_tile: int
-    first_patch: int
+    first_across_tile: int = 0
+    first_finish_tile: int = 0
+    first_patch: int = 0
 
 
 MAX_FRAME_BYTES: Final = 2**31 - 2**20

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder import device_preprocess
+from encoder import device_plan
 from encoder.config import ProcessorConfig
-from encoder.device_preprocess import DevicePreprocessor, Tiling
+from encoder.device_plan import Tiling
+from encoder.device_preprocess import DevicePreprocessor
 from encoder.errors import ImageError
 from encoder.kernels.resize_tables import resize_table
 from encoder.preprocess import Pixels, preprocess
@@ -146,9 +147,9 @@ def test_what_is_remembered_of_sizes_is_bounded(monkeypatch: pytest.MonkeyPatch)
     items = [picture(seed, 60, 40 + seed) for seed in range(6)]
     wanted, grids = expected(items, PROCESSOR, torch.float32)
     on_device = [torch.from_numpy(item).to(DEVICE) for item in items]
-    for limits in ({}, {"MAX_TABLE_BYTES": 1500}, {"MAX_SIZES": 2}, {"MAX_SIZES": 0}):
+    for limits in ({}, {"MAX_TABLE_BYTES": 1500}, {"MAX_SIZES": 2}, {"MAX_SIZES": 0}, {"MAX_MIXES": 1}):
         for name, limit in limits.items():
-            monkeypatch.setattr(device_preprocess, name, limit)
+            monkeypatch.setattr(device_plan, name, limit)
         for _ in range(2):
             assert torch.equal(preprocessor.rows(on_device, grids).cpu(), wanted)
 

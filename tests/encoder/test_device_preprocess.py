@@ -28,8 +28,9 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 PROCESSOR = ProcessorConfig(
     max_patches=8, max_patches_per_frame=6, image_mean=(0.48, 0.45, 0.4), image_std=(0.27, 0.26, 0.25)
 )
-LARGE = Tiling(across_rows=64, across_columns=128, finish_rows=64, finish_columns=128)
-"""Few programs, which is what the interpreter's time goes by."""
+FEW_PROGRAMS = Tiling(across_rows=64, across_columns=128, finish_rows=64, finish_columns=128)
+LARGE = Tiling() if DEVICE.type == "cuda" else FEW_PROGRAMS
+"""The interpreter's time goes by programs; compiled, such large ones would not fit into registers."""
 FUSED = replace(LARGE, max_fused_pixels=1 << 30)
 
 

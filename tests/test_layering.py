@@ -106,6 +106,7 @@ HEAVY = {
     "cuda",
     "flash_attn",
     "transformers",
+    "triton",
 }
 
 

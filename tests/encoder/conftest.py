@@ -2,7 +2,7 @@
 
 import os
 
-import torch
+from tests.conftest import has_cuda
 
-if not torch.cuda.is_available():
+if not has_cuda():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -66,7 +66,7 @@ class GraphCache:
         """Capture the graphs of the buckets that these batches fall into."""
         for grids in batches:
             if (shape := self.bucket(grids)) is not None:
-                self._captured(shape)
+                self._captured(shape, grids)
 
     def run(self, patches_TP: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """Return the embeddings of a batch that has a bucket, `[N, text width]`, valid until the next call.
@@ -76,7 +76,7 @@ class GraphCache:
         """
         shape = self.bucket(grids)
         assert shape is not None, "the caller asked for the bucket"
-        captured = self._captured(shape)
+        captured = self._captured(shape, grids)
         spans = plan_spans(grids, self._forward.config, self._device, shape)
         captured.spans.words.copy_(spans.words, non_blocking=True)
         num_rows, values = patches_TP.shape
@@ -85,18 +85,18 @@ class GraphCache:
         captured.graph.replay()
         return captured.out[: spans.cu_tokens[-1]]
 
-    def _captured(self, shape: SpansShape) -> _Captured:
+    def _captured(self, shape: SpansShape, grids: Sequence[Grid]) -> _Captured:
         if shape not in self._graphs:
             while len(self._graphs) >= self._limits.max_graphs:
                 self._graphs.popitem(last=False)
-            self._graphs[shape] = self._capture(shape)
+            self._graphs[shape] = self._capture(shape, grids)
         self._graphs.move_to_end(shape)
         return self._graphs[shape]
 
-    def _capture(self, shape: SpansShape) -> _Captured:
+    def _capture(self, shape: SpansShape, grids: Sequence[Grid]) -> _Captured:
         patches = self._rows[: shape.num_patches]
         patches.zero_()
-        spans = plan_spans([(1, 2, 2)], self._forward.config, self._device, shape)
+        spans = plan_spans(grids, self._forward.config, self._device, shape)
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):

@@ -70,6 +70,23 @@ def test_flash_attention_within_spans(heads: int, head: int, keys: int) -> None:
     assert relative_error(out, packed_attention(q, k, v, spans.cu_seqlens)) <= 1e-5
 
 
+@pytest.mark.parametrize("tuning", [None, FlashTuning(keys=16)], ids=["of use", "small"])
+def test_flash_attention_stays_within_its_rows(tuning: FlashTuning | None) -> None:
+    """Every remainder of rows, between rows of NaN that may be neither used nor written."""
+    grids: list[Grid] = [(1, 2, 2), (1, 6, 26), (1, 4, 4), (1, 10, 14), (1, 2, 6)]
+    spans = plan_spans(grids, SHAPES["head of 72"], DEVICE)
+    rows, guard = spans.num_patches, 256
+    inside = slice(guard, guard + rows)
+    qkv = torch.full((rows + 2 * guard, 3, 2, 72), torch.nan, device=DEVICE)
+    qkv[inside] = draw(rows, 3, 2, 72)
+    out = torch.full((rows + 2 * guard, 2, 72), torch.nan, device=DEVICE)
+    q, k, v = qkv[inside].unbind(1)
+    flash_attention(q, k, v, spans, tuning, out[inside])
+    assert relative_error(out[inside], packed_attention(q, k, v, spans.cu_seqlens)) <= 1e-5
+    assert out[:guard].isnan().all()
+    assert out[guard + rows :].isnan().all()
+
+
 def test_what_lies_beside_a_span_does_not_reach_it() -> None:
     grids: list[Grid] = [(1, 6, 6), (1, 4, 4), (1, 6, 2)]
     spans = plan_spans(grids, SHAPES["head of 72"], DEVICE)

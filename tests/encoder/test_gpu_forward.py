@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from encoder.attention import BACKENDS, load_attention, measure_attention
+from encoder.attention import BACKENDS, load_attention, measure_attention, packed_attention
 from encoder.config import EncoderConfig, ProcessorConfig
 from encoder.device_forward import DeviceForward
 from encoder.difference import difference
 from encoder.graphs import GraphCache, GraphLimits
+from encoder.kernels.flash import FlashTuning, flash_attention
 from encoder.moonvit import MoonViT
 from encoder.sizing import Grid, num_patches, num_tokens
 from encoder.source import ModelSource
@@ -78,6 +79,17 @@ def assert_near(out: torch.Tensor, grids: list[Grid]) -> None:
 
 def run(forward: DeviceForward, rows: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
     return forward(nn.functional.pad(rows, (0, 4)), plan_spans(grids, CONFIG, rows.device))
+
+
+@pytest.mark.parametrize("tuning", [None, FlashTuning(keys=64)], ids=["128 keys", "64 keys"])
+def test_triton_attention_of_every_remainder(tuning: FlashTuning | None) -> None:
+    """Spans of every multiple of four patches up to 272, and a long one, whose last blocks are partial."""
+    for grids in ([(1, 2, 2 * columns) for columns in range(1, 69)], [(1, 78, 138)]):
+        spans = plan_spans(grids, CONFIG, torch.device("cuda"))
+        q, k, v = torch.randn(spans.num_patches, 3, 16, 72, device="cuda", dtype=torch.bfloat16).unbind(1)
+        truth = packed_attention(q.float(), k.float(), v.float(), spans.cu_seqlens)
+        found = difference(flash_attention(q, k, v, spans, tuning).flatten(1).float(), truth.flatten(1))
+        assert found.relative_error <= 1e-2
 
 
 @pytest.mark.parametrize("grids", PACKS, ids=["mixed", "1024", "4", "33 of 16"])

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 NUM_REPLAYS: Final = 7
+LOST: Final = 3
+"""Exit status of a process whose CUDA context a fault has ended."""
+SLOW_MS: Final = 200.0
+"""Runs that take longer are repeated three times only."""
 
 
 def events_ms(run: Callable[[], object], repeats: int = 15) -> float:
     """Median milliseconds on the device of single runs, launched one after the other without a wait."""
-    for _ in range(2):
-        run()
+    run()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    if (time.perf_counter() - started) * 1e3 > SLOW_MS:
+        repeats = min(repeats, 3)
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for begin, end in pairs:
         begin.record()
         run()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs))
 
 
 def graph_ms(run: Callable[[], object], inner: int = 10) -> float:
@@ -68,12 +80,43 @@ def kernel_table(run: Callable[[], object], num_rows: int = 14) -> list[dict[str
     ]
 
 
-def attempt(found: dict[str, Any], name: str, run: Callable[[], Any]) -> Any:
-    """Put what a variant gives under its name, or how it failed: no variant ends the others."""
+class Findings:
+    """What the variants of a part give, in a file as soon as it is known, so that no failure hides what was found.
+
+    A variant whose name is in the file already is not run again: a part that a fault has ended is started anew, in a
+    fresh process, and goes on behind the fault.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def attempt(self, name: str, run: Callable[[], Any]) -> None:
+        """Put what a variant gives under its name, or how it failed. Ends the process if the device is lost."""
+        if name in self.values:
+            return
+        self._put(name, {"error": "the process ended"})
+        try:
+            self._put(name, run())
+        except Exception as error:  # noqa: BLE001
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            self._put(name, {"error": f"{type(error).__name__}: {str(error)[:160]} ({where.name}:{where.lineno})"})
+            if is_lost():
+                sys.exit(LOST)
+        print(f"  {name}: {self.values[name]}", flush=True)
+
+    def _put(self, name: str, value: Any) -> None:
+        self.values[name] = value
+        self._path.write_text(json.dumps(self.values, default=str))
+
+
+def is_lost() -> bool:
+    """Whether the CUDA context of this process is beyond use."""
+    if not torch.cuda.is_available():
+        return False
     try:
-        found[name] = run()
-    except Exception as error:  # noqa: BLE001
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        found[name] = {"error": f"{type(error).__name__}: {str(error)[:300]} ({where.name}:{where.lineno})"}
-    print(f"  {name}: {found[name]}", flush=True)
-    return found[name]
+        torch.cuda.synchronize()
+        torch.zeros(1, device="cuda").sum().item()
+    except RuntimeError:
+        return True
+    return False

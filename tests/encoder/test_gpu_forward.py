@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from encoder.attention import BACKENDS, load_attention, measure_attention, packed_attention
+from encoder.attention import BACKENDS, AttentionChoice, load_attention, packed_attention
 from encoder.config import EncoderConfig, ProcessorConfig
 from encoder.device_forward import DeviceForward
 from encoder.difference import difference
+from encoder.errors import EncoderError
 from encoder.graphs import GraphCache, GraphLimits
 from encoder.kernels.flash import FlashTuning, flash_attention
 from encoder.moonvit import MoonViT
@@ -33,22 +34,35 @@ def model(dtype: torch.dtype) -> MoonViT:
 
 
 @cache
-def working_attention() -> tuple[str, ...]:
+def refusal(name: str) -> str:
+    """Why a kernel does not work here, or nothing."""
     qkv = torch.randn(256, 3, 16, 72, device="cuda", dtype=torch.bfloat16)
-    return tuple(measure_attention(qkv, [plan_spans([(1, 16, 16)], CONFIG, qkv.device)]))
+    try:
+        q, k, v = qkv.unbind(1)
+        load_attention(name)(q, k, v, plan_spans([(1, 16, 16)], CONFIG, qkv.device))
+    except (EncoderError, ImportError, NotImplementedError) as error:
+        return str(error)
+    return ""
 
 
-@pytest.fixture(params=BACKENDS)
-def forward(request: pytest.FixtureRequest) -> DeviceForward:
-    if request.param not in working_attention():
-        pytest.skip(f"{request.param} does not work here")
-    return DeviceForward(model(torch.bfloat16), load_attention(request.param))
+@pytest.fixture(params=[*BACKENDS, "auto"])
+def choice(request: pytest.FixtureRequest) -> AttentionChoice:
+    names = ("triton", "fa3") if request.param == "auto" else (request.param, request.param)
+    for name in names:
+        if why := refusal(name):
+            pytest.skip(why)
+    return AttentionChoice(*names)
 
 
 @pytest.fixture
-def graphs(forward: DeviceForward, request: pytest.FixtureRequest) -> GraphCache:
-    if not BACKENDS[request.node.callspec.params["forward"]].fits_graphs:
-        pytest.skip("its launches depend on the lengths of the items")
+def forward(choice: AttentionChoice) -> DeviceForward:
+    return DeviceForward(model(torch.bfloat16), choice.load())
+
+
+@pytest.fixture
+def graphs(forward: DeviceForward, choice: AttentionChoice) -> GraphCache:
+    if not choice.fits_graphs():
+        pytest.skip("cannot be captured, or its launches depend on the lengths of the items")
     return GraphCache(forward, GraphLimits(max_patches=2048, max_items=64, max_graphs=2))
 
 

@@ -59,7 +59,7 @@ def parts() -> list[Part]:
         for name in TESTED
     ]
     preprocess = ("-m", "benchmarks.preprocess_gpu")
-    others = (*test, "tests/encoder", "-m", "gpu", "--ignore", "tests/encoder/test_gpu_forward.py")
+    tested = [f"tests/encoder/test_{name}.py" for name in ("device_forward", "device_preprocess", "gpu")]
     return [
         *forward,
         Part("whole", 140),
@@ -67,7 +67,7 @@ def parts() -> list[Part]:
         Part("preprocess", 40, preprocess),
         Part("reference", 60),
         Part("compiled", 90),
-        Part("other tests", 90, others),
+        *(Part(f"tests in {path}", 75, (*test, path)) for path in tested),
         Part("products", 30),
         Part("elementwise", 40),
     ]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 SHAPES: Final = ("1x1024", "4x1024", "16x256", "4x4096", "1x10764", "small mix", "video", "64 real")
+MAX_ERRORS: Final = 30
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -18,17 +19,28 @@ def tables(results: dict[str, Any]) -> str:
         ("others: ms", "compiled", lambda value: f"{value:.2f}"),
         ("attention alone: ms", "attention", lambda value: f"{value['ms']:.4f}"),
     ]
-    return "\n".join(table(title, results[part]["found"], cell) for title, part, cell in parts if part in results)
+    shown = [table(title, results[part]["found"], cell) for title, part, cell in parts if part in results]
+    errors = [line for part in dict.fromkeys(part for _, part, _ in parts) for line in failures(part, results)]
+    return "\n".join([*shown, *errors[:MAX_ERRORS]])
+
+
+def failures(part: str, results: dict[str, Any]) -> list[str]:
+    """A line for each variant that failed."""
+    found = results.get(part, {}).get("found", {})
+    failed = {name: value["error"] for name, value in found.items() if is_failure(value)}
+    return [f"! {part}: {name}: {str(error)[:150]}" for name, error in failed.items()]
+
+
+def is_failure(value: Any) -> bool:
+    return isinstance(value, dict) and "error" in value
 
 
 def table(title: str, found: dict[str, Any], cell: Callable[[Any], str]) -> str:
-    """Names are `shape, variant`; errors are listed below."""
+    """Names are `shape, variant`."""
     cells: dict[str, dict[str, str]] = {}
-    errors: list[str] = []
     for name, value in found.items():
         shape, _, variant = name.partition(", ")
-        if isinstance(value, dict) and "error" in value and isinstance(value["error"], str):
-            errors.append(f"  ! {name}: {value['error'][:130]}")
+        if is_failure(value):
             continue
         try:
             cells.setdefault(variant, {})[shape] = cell(value)
@@ -37,4 +49,4 @@ def table(title: str, found: dict[str, Any], cell: Callable[[Any], str]) -> str:
     used = [shape for shape in SHAPES if any(shape in row for row in cells.values())]
     lines = [f"\n{title:28}" + "".join(f"{shape:>15}" for shape in used)]
     lines += [f"{variant:28}" + "".join(f"{row.get(s, '-'):>15}" for s in used) for variant, row in cells.items()]
-    return "\n".join([*lines, *errors])
+    return "\n".join(lines)

@@ -29,13 +29,15 @@ class OneByOne:
 
     On a CPU, on threads of its own that have one thread for their arithmetic, whatever the process's setting is; as
     many items run at once as the process has threads when this is made. On CUDA, one after the other on the caller's
-    thread, and torch is told, for the whole process, to use deterministic algorithms.
+    thread, and torch is told, for the whole process, to use deterministic algorithms. `num_at_once`: how many items
+    run side by side.
 
     Raises `EncoderError` on CUDA if the environment does not give cuBLAS a fixed workspace.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._threads = _single_threaded(torch.get_num_threads()) if device.type == "cpu" else None
+        self.num_at_once = torch.get_num_threads() if device.type == "cpu" else 1
+        self._threads = _single_threaded(self.num_at_once) if device.type == "cpu" else None
         if device.type == "cuda":
             _fix_cuda()
 

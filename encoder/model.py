@@ -1,6 +1,5 @@
 """The encoder as its rank uses it: load once, then images and video chunks in, embeddings out."""
 
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -16,7 +15,6 @@ from encoder.moonvit import MoonViT
 from encoder.packing import check_grid
 from encoder.patches import PatchRows, check_rows, joined
 from encoder.preprocess import Pixels, pixels_grid, preprocess
-from encoder.sharding import CostModel, attention_flops_per_patch_squared, linear_flops_per_patch
 from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
 from encoder.source import resolve_model
 from encoder.weights import build_model
@@ -68,6 +66,21 @@ class Encoder:
         source = resolve_model(model)
         return cls(build_model(source, dtype).to(device), source.processor, deterministic=deterministic)
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether an embedding's bytes depend on nothing but its item."""
+        return self._one_by_one is not None
+
+    @property
+    def num_at_once(self) -> int:
+        """How many items of a batch are encoded side by side; 1 where they are packed or follow each other."""
+        return 1 if self._one_by_one is None else self._one_by_one.num_at_once
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all parameters."""
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter, sorted by name, as a contiguous CPU tensor in the encoder's dtype.
 
@@ -100,24 +113,10 @@ class Encoder:
 
     def warm_up(self) -> None:
         """Encode one small image, so that the first real one pays for no lazy set-up."""
-        self._time_square(self.processor.tile)
-
-    def calibrate(self) -> CostModel:
-        """Measure two square images and return a cost model of this device's speed; takes a few encodes.
-
-        The launch cost is what a single token takes; the model's own arithmetic divides the rest between the linear
-        and the squared term.
-        """
         tile = self.processor.tile
-        launch = min(self._time_square(tile) for _ in range(3))
-        side = 8 * tile
-        busy = min(self._time_square(side) for _ in range(3))
-        patches = num_patches(grid_thw(side, side, self.processor))
-        linear = patches * linear_flops_per_patch(self.config)
-        flops = linear + patches**2 * attention_flops_per_patch_squared(self.config)
-        return CostModel.from_config(
-            self.config, flops_per_second=flops / max(busy - launch, busy / 2), seconds_per_launch=launch
-        )
+        tokens = num_tokens(grid_thw(tile, tile, self.processor), self.config.merge_size)
+        out = torch.empty(tokens, self.config.text_width, dtype=self.dtype, device=self.device)
+        self.encode([np.zeros((tile, tile, 3), np.uint8)], [out])
 
     def _encode_pack(self, items: Sequence[Item], grids: Sequence[Grid], outs: Sequence[torch.Tensor]) -> None:
         self._model(self._input(items, grids), grids, outs)
@@ -127,13 +126,6 @@ class Encoder:
         self._encode_pack([item], [grid], [aligned])
         if aligned is not out:
             out.copy_(aligned)
-
-    def _time_square(self, side: int) -> float:
-        tokens = num_tokens(grid_thw(side, side, self.processor), self.config.merge_size)
-        out = torch.empty(tokens, self.config.text_width, dtype=self.dtype, device=self.device)
-        started = time.perf_counter()
-        self.encode([np.zeros((side, side, 3), np.uint8)], [out])
-        return time.perf_counter() - started
 
     def _checked_grid(self, item: Item, out: torch.Tensor) -> Grid:
         if isinstance(item, PatchRows):

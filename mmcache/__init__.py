@@ -26,7 +26,9 @@ from mmcache.errors import (
     LeaseReleased,
     MMCacheError,
     NonFiniteEmbedding,
+    NoRanks,
     NotCached,
+    Overloaded,
     PoolExhausted,
     ProtocolError,
     ProtocolMismatch,
@@ -48,6 +50,7 @@ from mmcache.errors import (
 from mmcache.handle import Handle
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.lease import Lease
+from mmcache.local import local
 from mmcache.planning import Plan
 from mmcache.refs import SliceRef, StagedRef
 
@@ -75,8 +78,10 @@ __all__ = [
     "Lease",
     "LeaseReleased",
     "MMCacheError",
+    "NoRanks",
     "NonFiniteEmbedding",
     "NotCached",
+    "Overloaded",
     "Plan",
     "PoolExhausted",
     "ProtocolError",
@@ -99,6 +104,7 @@ __all__ = [
     "WrongEmbedding",
     "__version__",
     "connect",
+    "local",
 ]
 
 

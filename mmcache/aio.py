@@ -16,14 +16,15 @@ from mmcache.aio_asking import AsyncAsking
 from mmcache.aio_link import connect_pump
 from mmcache.aio_pump import AsyncPump, is_quick
 from mmcache.asking import Item
-from mmcache.client import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S, opened
-from mmcache.encode_call import EncodeCall, Errors, check_errors
-from mmcache.errors import ItemError
+from mmcache.client import DEFAULT_TIMEOUT_S, check_timeout
+from mmcache.encode_call import EncodeCall, Errors, Priority, check_errors, opened
+from mmcache.errors import ItemError, RequestTimeout
 from mmcache.keys import ContentKey
 from mmcache.lease import Lease
 from mmcache.paths import default_socket
 from mmcache.records import MAX_ITEMS
 from mmcache.refs import SliceRef, StagedRef, slice_refs
+from mmcache.retries import check_retries
 from mmcache.staging import StageCall
 
 
@@ -48,6 +49,7 @@ class AsyncClient(AsyncAsking):
         namespace: str = "",
         name: str | None = None,
         reconnect: bool = False,
+        retry_overloaded: int = 0,
     ) -> Connecting:
         """Connect: `await` it for a client to `close`, or enter it with `async with`. Arguments as those of `Client`.
 
@@ -56,15 +58,26 @@ class AsyncClient(AsyncAsking):
             ProtocolMismatch: the sidecar speaks another protocol version.
             RequestTimeout: it does not answer.
         """
-        if not 0 < timeout <= MAX_TIMEOUT_S:
-            raise ValueError(f"timeout must be positive and at most {MAX_TIMEOUT_S} seconds, got {timeout}")
+        check_timeout(timeout)
+        num_retries = check_retries(retry_overloaded)
         path = Path(socket) if socket is not None else default_socket(os.environ)
         target = (path, name or Path(sys.argv[0] or "python").name, namespace)
 
         async def connected() -> AsyncClient:
-            return cls(await connect_pump(*target, time.monotonic() + timeout), target, timeout, reconnect)
+            pump = await connect_pump(*target, time.monotonic() + timeout)
+            return cls(pump, target, timeout, reconnect, num_retries)
 
         return Connecting(connected)
+
+    @classmethod
+    def local(cls, model: str | os.PathLike[str] = "moonvit-tiny", device: str = "auto", **options: Any) -> Connecting:
+        """A client that is served inside this process. Arguments, effects and errors as those of `mmcache.local`.
+
+        The loop goes on while it starts and closes. If awaiting it is cancelled, what has begun ends by itself.
+        """
+        from mmcache.local_aio import connecting
+
+        return connecting(model, device, **options)
 
     async def encode(
         self,
@@ -73,11 +86,15 @@ class AsyncClient(AsyncAsking):
         *,
         keys: Sequence[ContentKey] | None = None,
         consumers: int = 0,
+        priority: Priority = "interactive",
     ) -> list[Lease]:
         """A lease for every item, in their order. See `Client.encode`."""
         deadline = time.monotonic() + self._timeout_s
         pump = await self._usable(deadline)
-        call = EncodeCall(pump.core, items, deadline, keys=keys, consumers=consumers, errors=errors)
+        call = EncodeCall(
+            pump.core, items, deadline, keys=keys, consumers=consumers, errors=errors, priority=priority,
+            num_retries=self._num_retries,
+        )  # fmt: skip
         try:
             await self._drive(pump, call, quick=keys is not None or is_quick(call.items))
         except BaseException:
@@ -170,7 +187,12 @@ class AsyncClient(AsyncAsking):
                     if not call.ask(part):
                         break
             if not call.is_done:
-                await pump.wait(lambda: call.may_go_on, deadline, timeout_s)
+                until = min(deadline, call.wakes_at)
+                try:
+                    await pump.wait(partial(call.may_go_on, until), until, timeout_s)
+                except RequestTimeout:
+                    if until == deadline:
+                        raise
             if call.is_done:
                 return
 

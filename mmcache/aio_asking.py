@@ -34,12 +34,15 @@ T = TypeVar("T")
 class AsyncAsking(Informed):
     """The part of an asyncio client that is no embedding's way."""
 
-    def __init__(self, pump: AsyncPump, target: tuple[Path, str, str], timeout: float, reconnect: bool) -> None:
+    def __init__(
+        self, pump: AsyncPump, target: tuple[Path, str, str], timeout: float, reconnect: bool, num_retries: int
+    ) -> None:
         """Of a connection to a target (socket, name, namespace)."""
         self._pump = pump
         self._target = target
         self._timeout_s = timeout
         self._reconnects = reconnect
+        self._num_retries = num_retries
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._is_closed = False

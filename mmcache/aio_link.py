@@ -29,7 +29,11 @@ async def connect_pump(path: Path, name: str, namespace: str, deadline: float) -
     Raises:
         SidecarUnavailable, ProtocolMismatch, RequestTimeout: as `shake_hands` does.
     """
-    channel = DuplexChannel(await _connected(path, deadline))
+    return await greeted(DuplexChannel(await _connected(path, deadline)), path, name, namespace, deadline)
+
+
+async def greeted(channel: DuplexChannel, path: Path, name: str, namespace: str, deadline: float) -> AsyncPump:
+    """Say who this is, on a new connection. It is closed if that fails; raises as `shake_hands` does."""
     try:
         frame = await _greeted(channel, path, name, namespace, deadline)
         welcome, control_fd = welcomed(frame)

@@ -9,11 +9,11 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, cast, overload
+from typing import Any, Self, overload
 
 from mmcache.asking import Asking, Item
-from mmcache.encode_call import EncodeCall, Errors, check_errors
-from mmcache.errors import ClientClosed, EncodeError, ItemError
+from mmcache.encode_call import EncodeCall, Errors, Priority, check_errors, opened
+from mmcache.errors import ClientClosed, ItemError
 from mmcache.handle import Handle, drive, give_up
 from mmcache.keys import ContentKey
 from mmcache.lease import Lease
@@ -22,6 +22,7 @@ from mmcache.paths import default_socket
 from mmcache.pump import Pump
 from mmcache.records import MAX_ITEMS
 from mmcache.refs import SliceRef, StagedRef, slice_refs
+from mmcache.retries import check_retries
 from mmcache.staging import StageCall
 
 __all__ = ["Client", "Lease", "connect"]
@@ -47,6 +48,7 @@ class Client(Asking):
         namespace: str = "",
         name: str | None = None,
         reconnect: bool = False,
+        retry_overloaded: int = 0,
     ) -> None:
         """Connect.
 
@@ -57,23 +59,26 @@ class Client(Asking):
             name: what operators see this client as; by default the program's name.
             reconnect: a call that finds the sidecar gone connects again, and tries until its timeout if it has to (at
                 once, then with pauses of 10 ms to 1 s); the call in which it went away raises all the same.
+            retry_overloaded: how many times an item is asked for again that the sidecar refuses with `Overloaded`:
+                within the call's timeout, after random pauses around what the sidecar says, doubled each time. What
+                else the call asked for is not touched by it.
 
         Raises:
             SidecarUnavailable: nobody listens there.
             ProtocolMismatch: the sidecar speaks another protocol version.
             RequestTimeout: it does not answer.
         """
-        if not 0 < timeout <= MAX_TIMEOUT_S:
-            raise ValueError(f"timeout must be positive and at most {MAX_TIMEOUT_S} seconds, got {timeout}")
+        check_timeout(timeout)
         self._path = Path(socket) if socket is not None else default_socket(os.environ)
         self._timeout_s = timeout
         self._namespace = namespace
         self._name = name or Path(sys.argv[0] or "python").name
         self._reconnects = reconnect
+        self._num_retries = check_retries(retry_overloaded)
         self._pid = os.getpid()
         self._is_closed = False
         self._connecting = threading.Lock()
-        self._pump = connect_pump(self._path, self._name, namespace, time.monotonic() + timeout)
+        self._pump = self._connected(time.monotonic() + timeout)
 
     def encode(
         self,
@@ -82,6 +87,7 @@ class Client(Asking):
         *,
         keys: Sequence[ContentKey] | None = None,
         consumers: int = 0,
+        priority: Priority = "interactive",
     ) -> list[Lease]:
         """A lease for every item, in their order; every position has a lease of its own, repeats too.
 
@@ -97,6 +103,8 @@ class Client(Asking):
             keys: what `key` said of each item before: then an item is only read if its bytes are asked for, and may be
                 None, which is `NotCached` where no tier has it.
             consumers: how many other processes may claim a share of each lease's embedding through `lease.ref`.
+            priority: "interactive" if somebody waits for it; "bulk" is encoded in what time such calls leave, and a
+                little of the time that they do not. What both wait for is done as the sooner one needs it.
 
         Raises:
             EncodeError: some items failed, with `errors="raise"`.
@@ -104,7 +112,7 @@ class Client(Asking):
         """
         deadline = time.monotonic() + self._timeout_s
         pump = self._usable(deadline)
-        call = EncodeCall(pump.core, items, deadline, keys=keys, consumers=consumers, errors=errors)
+        call = self._call(pump, items, deadline, keys, consumers, errors, priority)
         try:
             drive(pump, call, deadline, self._timeout_s)
         except BaseException:
@@ -119,6 +127,7 @@ class Client(Asking):
         *,
         keys: Sequence[ContentKey] | None = None,
         consumers: int = 0,
+        priority: Priority = "interactive",
     ) -> Handle:
         """Begin what `encode` does and return at once, without waiting for the sidecar, however busy it is.
 
@@ -129,7 +138,7 @@ class Client(Asking):
         """
         deadline = time.monotonic() + self._timeout_s
         pump = self._usable(deadline)
-        handle = Handle(pump, EncodeCall(pump.core, items, deadline, keys=keys, consumers=consumers, errors=errors))
+        handle = Handle(pump, self._call(pump, items, deadline, keys, consumers, errors, priority))
         handle.poll()
         return handle
 
@@ -225,6 +234,15 @@ class Client(Asking):
         pump.abandon()  # leases that were taken from it go on
         _warn(f"a client of {self._path} was dropped unclosed", ResourceWarning, source=self, stacklevel=1)
 
+    def _call(
+        self, pump: Pump, items: Sequence[Item], deadline: float, keys: Sequence[ContentKey] | None, consumers: int,
+        errors: Errors, priority: Priority,
+    ) -> EncodeCall:  # fmt: skip
+        return EncodeCall(
+            pump.core, items, deadline, keys=keys, consumers=consumers, errors=errors, priority=priority,
+            num_retries=self._num_retries,
+        )  # fmt: skip
+
     def _open(self, refs: Sequence[SliceRef]) -> list[Lease | ItemError]:
         deadline = time.monotonic() + self._timeout_s
         pump = self._usable(deadline)
@@ -235,6 +253,9 @@ class Client(Asking):
             pump.tell(lambda core: core.cancel(pending))
             raise
         return pending.give()
+
+    def _connected(self, deadline: float) -> Pump:
+        return connect_pump(self._path, self._name, self._namespace, deadline)
 
     def _usable(self, deadline: float) -> Pump:
         """The connection, made again if it was lost and that is wanted."""
@@ -265,15 +286,10 @@ class Client(Asking):
             raise ClientClosed("the client is closed")
 
 
-def opened(
-    refs: SliceRef | Sequence[SliceRef], results: list[Lease | ItemError], errors: Errors
-) -> Lease | list[Lease]:
-    """What `open` gives for the results of `refs`; with `errors="return"` errors are among them."""
-    if isinstance(refs, SliceRef) and isinstance(results[0], ItemError):
-        raise results[0]
-    if errors == "raise" and any(isinstance(result, ItemError) for result in results):
-        raise EncodeError(results)
-    return cast("list[Lease]", results)[0] if isinstance(refs, SliceRef) else cast("list[Lease]", results)
+def check_timeout(timeout: float) -> None:
+    """Raise ValueError unless a user's timeout is one."""
+    if not 0 < timeout <= MAX_TIMEOUT_S:
+        raise ValueError(f"timeout must be positive and at most {MAX_TIMEOUT_S} seconds, got {timeout}")
 
 
 connect = Client

@@ -46,6 +46,13 @@ class Settings(BaseModel):
         ge=1,
         le=64,
     )
+    decoders: Annotated[int, BeforeValidator(rules.resolve_decoders)] = _setting(
+        "processes that decode pictures: auto (one for every two cores that the sidecar may use, 1 to 8) or a number",
+        "auto or a whole number, 1 to 64",
+        "auto",
+        ge=1,
+        le=64,
+    )
     dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(rules.resolve_dtype)] = _setting(
         "of the encoder and its embeddings: auto (float32 on a CPU, bfloat16 on CUDA), float32 or bfloat16",
         "auto, float32 or bfloat16",
@@ -138,6 +145,15 @@ class Settings(BaseModel):
         le=3600,
         allow_inf_nan=False,
     )
+    encode_timeout_s: Annotated[float, BeforeValidator(rules.resolve_encode_timeout)] = _setting(
+        "longest that a rank may take for one batch or copy, in seconds, before it is replaced: auto (30 and 20 times "
+        "what is predicted) or a number",
+        "auto or a number, 1 to 86400",
+        "auto",
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+    )
     deterministic: bool = _setting(
         "make embeddings bit-identical on one type of device, whatever they are encoded with; slower",
         "true or false",
@@ -155,6 +171,21 @@ class Settings(BaseModel):
         "a whole number, 4 to 1048576",
         16384,
         ge=4,
+        le=1 << 20,
+    )
+    batch_wait_ms: Annotated[float, BeforeValidator(rules.no_bool)] = _setting(
+        "longest that a rank which has just finished waits for pictures that are being decoded, to begin them together",
+        "a number, 0 to 1000",
+        0.5,
+        ge=0,
+        le=1000,
+        allow_inf_nan=False,
+    )
+    max_queued_items: Number = _setting(
+        "most items that are looked up, decoded or encoded at once; what is beyond fails at once as overloaded",
+        "a whole number, 1 to 1048576",
+        16384,
+        ge=1,
         le=1 << 20,
     )
     max_patches_per_second: Number = _setting(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -50,10 +52,26 @@ def resolve_ranks(value: object, info: ValidationInfo) -> object:
     return no_bool(value)
 
 
+def resolve_decoders(value: object) -> object:
+    if value == "auto":
+        return min(8, max(1, len(os.sched_getaffinity(0)) // 2))
+    return no_bool(value)
+
+
 def resolve_pool_bytes(value: object, info: ValidationInfo) -> object:
     if value == "auto":
         return 4 << 30 if info.data.get("device") == "cuda" else 256 << 20
     return value
+
+
+def resolve_encode_timeout(value: object) -> object:
+    """Of auto, 0: the limit follows what is predicted of each."""
+    if value == "auto":
+        return 0.0
+    with suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and (number := float(value)) >= 1:  # type: ignore[arg-type]
+            return number
+    raise ValueError("must be auto or a number, 1 to 86400")
 
 
 def resolve_dtype(value: object, info: ValidationInfo) -> object:

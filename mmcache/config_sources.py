@@ -29,7 +29,25 @@ def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], file:
         ConfigError: names each wrong setting, where it came from, and the rule.
     """
     chosen: _Named = {"state": (default_state(environ), "default"), "socket": (default_socket(environ), "default")}
-    chosen |= _from_file(file, environ) | _from_variables(environ) | _from_flags(flags)
+    return _settled(chosen | _from_file(file, environ) | _from_variables(environ) | _from_flags(flags))
+
+
+def settings_of(arguments: Mapping[str, object], fixed: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
+    """Settle settings that a program gives by name, and those that are `fixed` for it; the rest are defaults.
+
+    Raises:
+        ConfigError: names each wrong setting and the rule, or an argument that is no setting.
+    """
+    for name in arguments:
+        if name not in Settings.model_fields:
+            hint = f"; did you mean {close}?" if (close := _nearest(name)) else ""
+            raise ConfigError(f"argument {name}: not a setting{hint}")
+    chosen: _Named = {"state": (default_state(environ), "default")}
+    chosen |= {name: (value, "fixed") for name, value in fixed.items()}
+    return _settled(chosen | {name: (value, "argument") for name, value in arguments.items()})
+
+
+def _settled(chosen: _Named) -> Settings:
     try:
         return Settings.model_validate({name: value for name, (value, _) in chosen.items()})
     except ValidationError as error:

@@ -94,11 +94,13 @@ class ClientCore(Shares):
         self._last_id = (self._last_id + 1) & 0xFFFFFFFF
         return self._last_id
 
-    def encode(self, part: Part, timeout_s: float, call_id: int = 0, consumers: int = 0) -> PendingEncode:
+    def encode(
+        self, part: Part, timeout_s: float, call_id: int = 0, consumers: int = 0, priority: int = 0
+    ) -> PendingEncode:
         """Start a request for the items of `part`."""
         pending = PendingEncode(self.new_id(), part)
         head = ENCODE_HEAD.pack(
-            pending.request_id, milliseconds(timeout_s), call_id, len(part.keys), consumers, part.has_more
+            pending.request_id, milliseconds(timeout_s), call_id, len(part.keys), consumers, part.has_more, priority
         )
         staged = [STAGED_ITEM.pack(*item) for item in part.staged.items()] if part.staged else ()
         self._start(pending, Kind.ENCODE, b"".join((head, *part.keys, *staged)))
@@ -258,7 +260,7 @@ class ClientCore(Shares):
         for position, token in zip(unsettled.offered, unsettled.tokens, strict=True):
             pending.offer(position, token)
         for position, kind, reason in zip(unsettled.failed, unsettled.errors, unsettled.reasons, strict=True):
-            pending.fail(position, ITEM_ERRORS.get(kind, ItemError), reason)
+            pending.fail(position, ITEM_ERRORS.get(kind, ItemError), reason, unsettled.retry_after_s)
         if isinstance(pending, PendingEncode) and (unsettled.need or unsettled.verify):
             self.supply(self, Supplying(pending, unsettled.need, unsettled.verify))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,9 @@ from mmcache.keys import ContentKey
 from mmcache.lease import Lease
 from mmcache.parts import Part, checked_keys, cut, cut_keys, is_one_item
 from mmcache.pending import PendingEncode, Result
-from mmcache.records import MAX_CONSUMERS
+from mmcache.records import MAX_CONSUMERS, PRIORITIES
+from mmcache.refs import SliceRef
+from mmcache.retries import Retries
 
 WINDOW_BYTES = 256 << 20
 WINDOW_PARTS = 32
@@ -22,6 +25,7 @@ SERVER_MARGIN_S = 0.25
 """The sidecar is told to give up this much before the client does, so that its error says more than a timeout."""
 
 Errors = Literal["raise", "return"]
+Priority = Literal["interactive", "bulk"]
 
 
 class EncodeCall:
@@ -43,8 +47,12 @@ class EncodeCall:
         keys: Sequence[ContentKey] | None = None,
         consumers: int = 0,
         errors: Errors = "raise",
+        priority: Priority = "interactive",
+        num_retries: int = 0,
     ) -> None:
         check_errors(errors)
+        if priority not in PRIORITIES:
+            raise ValueError(f'priority must be "interactive" or "bulk", got {priority!r}')
         if is_one_item(items):
             what = type(items).__name__
             raise TypeError(f"items must be a list of items; for one {what} give [item], for a batch list(batch)")
@@ -58,6 +66,8 @@ class EncodeCall:
         self._core = core
         self._errors = errors
         self._consumers = consumers
+        self._priority = PRIORITIES.index(priority)
+        self._retries = Retries(num_retries, deadline)
         self._call_id = core.new_id()
         self._results: list[Result | None] = [None] * len(items)
         self._requests: list[PendingEncode] = []
@@ -68,9 +78,14 @@ class EncodeCall:
         self._parts = self._cut(items, keys)
 
     def next_part(self) -> Part | None:
-        """Read and hash the next part; None when there is none, or when the answers to earlier ones come first."""
+        """Read and hash the next part; None when there is none, or when the answers to earlier ones come first.
+
+        A part of items that were refused and are due again comes first.
+        """
         if self.is_over:
             return None
+        if (again := self._retries.due()) is not None:
+            return None if self._core.is_full else again
         is_full = self._window_bytes >= WINDOW_BYTES or self._window_parts == WINDOW_PARTS
         if (is_full and not self._is_answered()) or self._core.is_full:
             return None
@@ -86,26 +101,42 @@ class EncodeCall:
         if self.is_over:
             return False
         if self._core.is_full:
-            self._kept = part
+            self._kept = self._kept if part.attempt else part
             return False
         timeout_s = sidecar_time_s(self.deadline - time.monotonic())
-        self._has_more = part.has_more
-        self._window_parts += 1
-        self._window_bytes += part.nbytes
-        request = self._core.encode(part, timeout_s, self._call_id, self._consumers)
+        call_id = self._call_id
+        if part.attempt:  # to the sidecar it comes after the call, which may be over there
+            call_id = self._core.new_id()
+        else:
+            self._has_more = part.has_more
+            self._window_parts += 1
+            self._window_bytes += part.nbytes
+        request = self._core.encode(part, timeout_s, call_id, self._consumers, self._priority)
         request.call_settled = self._settled
         self._requests.append(request)
+        self._retries.began(part)
         return True
 
     @property
     def is_done(self) -> bool:
-        """Whether every item is settled."""
-        return not self._has_more and self._is_answered()
+        """Whether every item is settled, and none is to be asked for again."""
+        return not self._has_more and self._is_answered() and not self._retries
+
+    def may_go_on(self, until: float) -> bool:
+        """Whether there is something to do besides waiting `until` then.
+
+        The call is done or over, its window has room again, or items were refused: they are due, or sooner than that.
+        """
+        if self.is_over or self.is_done:
+            return True
+        if self.wakes_at < until:
+            return True
+        return not self._core.is_full and (self._retries.is_due or (self._has_more and self._is_answered()))
 
     @property
-    def may_go_on(self) -> bool:
-        """Whether there is something to do besides waiting: the call is done or over, or its window has room again."""
-        return self.is_over or (self._is_answered() and not self._core.is_full)
+    def wakes_at(self) -> float:
+        """When it may go on whether an answer comes or not, on the monotonic clock; infinite if it waits for one."""
+        return math.inf if self._retries.is_due else self._retries.next_at
 
     def result(self) -> list[Lease]:
         """Leases in the order of the items; with `errors="return"` exceptions among them. The call is over.
@@ -124,7 +155,8 @@ class EncodeCall:
                     results[place] = result
         self._let_go()
         settled = cast("list[Result]", results)
-        if self._errors == "raise" and (self._has_failed or any(request.has_failed for request in self._requests)):
+        may_have_failed = self._has_failed or any(request.has_failed for request in self._requests)
+        if self._errors == "raise" and may_have_failed and any(isinstance(result, ItemError) for result in settled):
             raise EncodeError(settled)
         return cast("list[Lease]", settled)
 
@@ -138,10 +170,12 @@ class EncodeCall:
     def _let_go(self) -> None:
         """Requests and call refer to each other: leases and items would live on until cycles are looked for."""
         self.is_over = True
+        self._retries.clear()
         for request in self._requests:
             request.call_settled = None
 
-    def _settled(self) -> Sequence[PendingEncode]:
+    def _settled(self, request: PendingEncode) -> Sequence[PendingEncode]:
+        self._retries.refused(request)
         return self._requests if self.is_done else ()
 
     def _is_answered(self) -> bool:
@@ -162,6 +196,17 @@ def check_errors(errors: str) -> None:
     """Raise ValueError unless it is one of `Errors`."""
     if errors not in ("raise", "return"):
         raise ValueError(f'errors must be "raise" or "return", got {errors!r}')
+
+
+def opened(
+    refs: SliceRef | Sequence[SliceRef], results: list[Lease | ItemError], errors: Errors
+) -> Lease | list[Lease]:
+    """What `open` gives for the results of `refs`; with `errors="return"` errors are among them."""
+    if isinstance(refs, SliceRef) and isinstance(results[0], ItemError):
+        raise results[0]
+    if errors == "raise" and any(isinstance(result, ItemError) for result in results):
+        raise EncodeError(results)
+    return cast("list[Lease]", results)[0] if isinstance(refs, SliceRef) else cast("list[Lease]", results)
 
 
 def sidecar_time_s(remaining_s: float) -> float:

@@ -25,6 +25,8 @@ MMCacheError
     ├── ContentMismatch      the bytes do not hash to the key that was sent
     ├── NonFiniteEmbedding   the encoder produced NaN or Inf
     ├── EncodeFailed         the ranks failed to encode it
+    ├── NoRanks              no rank is alive that could encode it
+    ├── Overloaded           the sidecar has as much queued as it takes; try again after `retry_after_s`
     ├── PoolExhausted        no room within the deadline, or ever (also ipc.errors.ExtentTooLarge's case)
     ├── TooManyLeases        the connection holds as many leases as its control memory has words
     ├── TooManyRequests      the connection has as many requests open as it may
@@ -152,6 +154,22 @@ class EncodeFailed(ItemError):
     """The ranks failed to encode the item."""
 
 
+class NoRanks(ItemError):
+    """No rank is alive that could encode it. What is cached is still served."""
+
+
+class Overloaded(ItemError):
+    """The sidecar has as much queued as it takes; try again after `retry_after_s`.
+
+    Attributes:
+        retry_after_s: seconds until there should be room, as the sidecar predicts; 0 if it does not know.
+    """
+
+    def __init__(self, reason: str, retry_after_s: float = 0.0, *, index: int | None = None, source: str = "") -> None:
+        super().__init__(reason, index=index, source=source)
+        self.retry_after_s = retry_after_s
+
+
 class PoolExhausted(ItemError):
     """No room in the pool within the deadline, or an embedding larger than the pool."""
 
@@ -199,6 +217,8 @@ ITEM_ERRORS: dict[str, type[ItemError]] = {
         ContentMismatch,
         NonFiniteEmbedding,
         EncodeFailed,
+        NoRanks,
+        Overloaded,
         PoolExhausted,
         TooManyLeases,
         TooManyRequests,

@@ -20,7 +20,7 @@ class Handle:
     """Items on their way to leases. Nothing here waits but `result`. Threads may share it.
 
     A long call (more than 256 MiB of items, or 1,024 of them) goes on only while somebody polls it or waits for its
-    result. A handle that is dropped is cancelled.
+    result, and so does one whose items were refused and are asked for again. A handle that is dropped is cancelled.
     """
 
     def __init__(self, pump: Pump, call: EncodeCall) -> None:
@@ -128,7 +128,12 @@ def drive(pump: Pump, call: EncodeCall, deadline: float, timeout_s: float) -> No
             ask_parts(pump, call)
         if call.is_done or call.is_over:
             return
-        pump.wait(lambda: call.may_go_on, deadline, timeout_s)
+        until = min(deadline, call.wakes_at)
+        try:
+            pump.wait(partial(call.may_go_on, until), until, timeout_s)
+        except RequestTimeout:
+            if until == deadline:
+                raise
         if call.is_done or call.is_over:
             return
 

@@ -25,7 +25,11 @@ def connect_pump(path: Path, name: str, namespace: str, deadline: float) -> Pump
     Raises:
         SidecarUnavailable, ProtocolMismatch, RequestTimeout: as `shake_hands` does.
     """
-    channel = DuplexChannel(connected(path, deadline), spin_s=SPIN_S)
+    return greeted(DuplexChannel(connected(path, deadline), spin_s=SPIN_S), path, name, namespace, deadline)
+
+
+def greeted(channel: DuplexChannel, path: Path, name: str, namespace: str, deadline: float) -> Pump:
+    """Say who this is, on a new connection. It is closed if that fails; raises as `shake_hands` does."""
     try:
         welcome, control_fd = shake_hands(channel, path, name, namespace, deadline)
     except BaseException:

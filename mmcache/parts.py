@@ -27,9 +27,10 @@ class Part:
         staged: tokens of items that are staged, by position.
         nbytes: of all that were read.
         has_more: whether the call has items beyond it.
+        attempt: how many times its items were refused before.
     """
 
-    __slots__ = ("_items", "_max_item_bytes", "_media", "has_more", "keys", "nbytes", "places", "staged")
+    __slots__ = ("_items", "_max_item_bytes", "_media", "attempt", "has_more", "keys", "nbytes", "places", "staged")
 
     def __init__(self, max_item_bytes: int) -> None:
         self.places: Sequence[int] = []
@@ -37,6 +38,7 @@ class Part:
         self.staged: dict[int, int] = {}
         self.nbytes = 0
         self.has_more = False
+        self.attempt = 0
         self._max_item_bytes = max_item_bytes
         self._items: Sequence[object] = []
         self._media: list[Media | None] = []
@@ -74,6 +76,17 @@ class Part:
         self.keys.append(key)
         self._media.append(media)
         self.nbytes += media.nbytes if media is not None else 0
+
+    def again(self, positions: Sequence[int]) -> Part:
+        """Some of its items, to be asked for once more. What was read of them is not read again."""
+        part = Part(self._max_item_bytes)
+        part.attempt = self.attempt + 1
+        part.places = [self.places[position] for position in positions]
+        part.keys = [self.keys[position] for position in positions]
+        part._items = [self._items[position] for position in positions]
+        part._media = [self._media[position] if position < len(self._media) else None for position in positions]
+        part.staged = {new: self.staged[old] for new, old in enumerate(positions) if old in self.staged}
+        return part
 
     @property
     def is_full(self) -> bool:

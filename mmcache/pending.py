@@ -7,7 +7,7 @@ from typing import TypeAlias, cast
 
 from pydantic import BaseModel
 
-from mmcache.errors import ItemError, ProtocolError, SliceGone
+from mmcache.errors import ItemError, Overloaded, ProtocolError, SliceGone
 from mmcache.framing import Frame, Kind, parse
 from mmcache.keys import ContentKey
 from mmcache.lease import Lease, Served
@@ -70,12 +70,18 @@ class Pending:
         """It is done: the requests whose grants are their user's from now on, and are not recalled any more."""
         return (self,)
 
-    def fail(self, position: int, kind: type[ItemError], reason: str) -> None:
-        """A position has its error."""
+    def fail(self, position: int, kind: type[ItemError], reason: str, retry_after_s: float = 0.0) -> None:
+        """A position has its error. `retry_after_s`: if it is `Overloaded`."""
         self.has_failed = True
         if self.results[position] is None:
             self.num_open -= 1
-        self.results[position] = kind(reason, index=position)
+        error = self._error(position, kind, reason)
+        if isinstance(error, Overloaded):
+            error.retry_after_s = retry_after_s
+        self.results[position] = error
+
+    def _error(self, position: int, kind: type[ItemError], reason: str) -> ItemError:
+        return kind(reason, index=position)
 
     def offer(self, position: int, token: int) -> None:
         """A position's grant has shares for others."""
@@ -95,23 +101,27 @@ class Pending:
 
 
 class PendingEncode(Pending):
-    """A part of a call. `part`: its items. `call_settled`: gives the parts of its call once all of them are done."""
+    """A part of a call.
+
+    Attributes:
+        part: its items.
+        call_settled: told that it is done; gives the parts of its call once all of them are.
+    """
 
     __slots__ = ("call_settled", "part")
 
     def __init__(self, request_id: int, part: Part) -> None:
         super().__init__(request_id, part.keys)
         self.part = part
-        self.call_settled: Callable[[], Sequence[Pending]] | None = None
+        self.call_settled: Callable[[PendingEncode], Sequence[Pending]] | None = None
 
     def settled(self) -> Sequence[Pending]:
         """A call's grants are given out together."""
-        return (self,) if self.call_settled is None else self.call_settled()
+        return (self,) if self.call_settled is None else self.call_settled(self)
 
-    def fail(self, position: int, kind: type[ItemError], reason: str) -> None:
-        """A position has its error, which names the item."""
-        super().fail(position, kind, reason)
-        self.results[position] = kind(reason, index=self.part.places[position], source=self.part.source(position))
+    def _error(self, position: int, kind: type[ItemError], reason: str) -> ItemError:
+        """It names the item."""
+        return kind(reason, index=self.part.places[position], source=self.part.source(position))
 
 
 class PendingOpen(Pending):

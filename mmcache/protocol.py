@@ -9,9 +9,11 @@ from pydantic import BaseModel, Field
 from mmcache.framing import Message
 from mmcache.records import MAX_CONSUMERS, MAX_ITEMS, SUPPLY_WINDOW
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_STAGED = 64
 """Slices that one STAGE asks room for."""
+
+MAX_RETRY_S = 3600.0
 
 Uint16 = Annotated[int, Field(ge=0, lt=1 << 16)]
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -83,6 +85,7 @@ class Unsettled(Message):
 
     `need`: positions whose bytes are asked for. `verify`: positions that have their grant, whose bytes are asked for to
     check it; a client may leave them out. `offered`: positions whose grant has shares for others, and their tokens.
+    `retry_after_s`: when there should be room for those that failed with `Overloaded`.
     """
 
     need: Positions = []
@@ -92,6 +95,7 @@ class Unsettled(Message):
     failed: Positions = []
     errors: Annotated[list[str], Field(max_length=MAX_ITEMS)] = []
     reasons: Annotated[list[str], Field(max_length=MAX_ITEMS)] = []
+    retry_after_s: Annotated[float, Field(ge=0, le=MAX_RETRY_S, allow_inf_nan=False)] = 0.0
 
 
 class Supply(Message):

@@ -21,6 +21,9 @@ MAX_CONSUMERS = 1024
 ORIGINS = ("encoded", "pool", "host", "store")
 """Where an embedding came from, by the code in a grant record."""
 
+PRIORITIES = ("interactive", "bulk")
+"""Of a request, by the code in an `ENCODE`: somebody waits for it, or it is to be done beside what others wait for."""
+
 GRANT = struct.Struct("<IIIHxxIIQQHHHxx")
 """A `Grant`."""
 
@@ -48,10 +51,10 @@ class Grant(NamedTuple):
 ACKNOWLEDGEMENT = struct.Struct("<II")
 """slot, generation."""
 
-ENCODE_HEAD = struct.Struct("<IIIIHBx")
+ENCODE_HEAD = struct.Struct("<IIIIHBB")
 """Start of an `ENCODE` body, which has no header: request id, timeout in milliseconds, id of the call that it is a part
-of, number of keys, consumers, and 1 if more of the same call follows at once. Then keys of 16 bytes, then a
-`STAGED_ITEM` for each position whose pixels were staged."""
+of, number of keys, consumers, 1 if more of the same call follows at once, and the code of its priority. Then keys of 16
+bytes, then a `STAGED_ITEM` for each position whose pixels were staged."""
 
 STAGED_ITEM = struct.Struct("<IQ")
 """Position, token of the slice."""
@@ -81,7 +84,7 @@ def milliseconds(seconds: float) -> int:
 
 
 class EncodeFrame(NamedTuple):
-    """What an `ENCODE` frame says. `staged`: tokens by position."""
+    """What an `ENCODE` frame says. `staged`: tokens by position; `priority`: a code, see `PRIORITIES`."""
 
     request_id: int
     timeout_ms: int
@@ -90,26 +93,30 @@ class EncodeFrame(NamedTuple):
     has_more: bool
     keys: bytes
     staged: dict[int, int]
+    priority: int = 0
 
 
 def parse_encode(frame: Frame) -> EncodeFrame:
     """Read an `ENCODE` frame.
 
     Raises:
-        ProtocolError: no keys, too many, not whole ones, or more consumers than may be.
+        ProtocolError: no keys, too many, not whole ones, more consumers than may be, or no priority.
     """
     body = frame.body
     if len(body) < ENCODE_HEAD.size or frame.header:
         raise ProtocolError(f"ENCODE has {len(body)} bytes of body")
-    request_id, timeout_ms, call_id, num_keys, consumers, has_more = ENCODE_HEAD.unpack_from(body)
+    request_id, timeout_ms, call_id, num_keys, consumers, has_more, priority = ENCODE_HEAD.unpack_from(body)
     end = ENCODE_HEAD.size + num_keys * KEY_BYTES
     rest = len(body) - end
     if not 1 <= num_keys <= MAX_ITEMS or rest < 0 or rest % STAGED_ITEM.size or consumers > MAX_CONSUMERS:
         raise ProtocolError(f"ENCODE has {len(body)} bytes of body: not 1 to {MAX_ITEMS} keys")
+    if priority >= len(PRIORITIES):
+        raise ProtocolError(f"ENCODE has a priority of code {priority}")
     staged = dict(STAGED_ITEM.iter_unpack(body[end:])) if rest else {}
     if any(position >= num_keys for position in staged):
         raise ProtocolError("ENCODE names a staged slice for a position that it does not have")
-    return EncodeFrame(request_id, timeout_ms, call_id, consumers, bool(has_more), body[ENCODE_HEAD.size : end], staged)
+    keys = body[ENCODE_HEAD.size : end]
+    return EncodeFrame(request_id, timeout_ms, call_id, consumers, bool(has_more), keys, staged, priority)
 
 
 def parse_tokens(frame: Frame, start: int = 0) -> list[int]:

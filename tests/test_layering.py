@@ -45,11 +45,13 @@ GROUPS = {
         "planning",
         "pump",
         "refs",
+        "retries",
         "shares",
         "staging",
         "supplying",
         "turns",
     },
+    "local": {"local", "local_aio"},
     "cli": {"__main__"},
 }
 TORCH_FREE_ENCODER = {"encoder.config", "encoder.errors", "encoder.sizing", "encoder.sharding"}
@@ -76,12 +78,16 @@ ALLOWED = {
     "tiers": {"keys"},
     "server": {"protocol", "keys", "config", "media", "images", "tiers", "encoder", "ipc"},
     "integrations": {"client"},
-    "local": {"server"},
+    "local": {"client", "config", "server"},
     "cli": {"client", "server", "config"},
 }
 
-EXCEPTIONS = {("mmcache.config_rules", name) for name in ("encoder.source", "encoder.errors", "ipc.devices")}
-"""(importer, imported): a wrong `model` or `device` is a wrong setting; the checks are free of torch."""
+EXCEPTIONS = {("mmcache.config_rules", name) for name in ("encoder.source", "encoder.errors", "ipc.devices")} | {
+    ("mmcache", "mmcache.local"),
+    ("mmcache.aio", "mmcache.local_aio"),
+}
+"""(importer, imported): a wrong `model` or `device` is a wrong setting; the checks are free of torch. `mmcache.local`
+loads a server when it is called."""
 
 # One home for each heavy dependency; a name maps to the only files that may import it.
 HOMES = {

@@ -27,8 +27,10 @@ PUBLIC_SURFACE = [
     "Lease",
     "LeaseReleased",
     "MMCacheError",
+    "NoRanks",
     "NonFiniteEmbedding",
     "NotCached",
+    "Overloaded",
     "Plan",
     "PoolExhausted",
     "ProtocolError",
@@ -51,6 +53,7 @@ PUBLIC_SURFACE = [
     "WrongEmbedding",
     "__version__",
     "connect",
+    "local",
 ]
 
 

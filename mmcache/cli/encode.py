@@ -9,12 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from mmcache.cli.options import talks_to_sidecar
 from mmcache.client import Client, connect
+from mmcache.encode_call import Priority
 from mmcache.errors import ItemError
 from mmcache.lease import Lease
 
@@ -30,8 +31,15 @@ KEY_PREFIX = 12
     metavar="DIR",
     help="Write each embedding to DIR/NAME.safetensors; equal names get the key's prefix.",
 )
+@click.option(
+    "--priority",
+    type=click.Choice(get_args(Priority)),
+    default="interactive",
+    show_default=True,
+    help="bulk: in what time interactive requests leave.",
+)
 @talks_to_sidecar
-def encode(files: Sequence[str], out: Path | None, socket: Path | None, timeout: float) -> int:
+def encode(files: Sequence[str], out: Path | None, priority: Priority, socket: Path | None, timeout: float) -> int:
     """Encode image FILEs; - reads one image from standard input.
 
     Prints a row an image: source, tokens, key prefix, origin (encoded, pool, store). A file that fails is reported
@@ -45,7 +53,7 @@ def encode(files: Sequence[str], out: Path | None, socket: Path | None, timeout:
     with connect(socket, timeout=timeout) as client:
         for start in range(0, len(files), BATCH):
             batch = files[start : start + BATCH]
-            results: list[Any] = client.encode([_item(file) for file in batch], errors="return")
+            results: list[Any] = client.encode([_item(file) for file in batch], errors="return", priority=priority)
             for file, name, result in zip(batch, names[start:], results, strict=False):
                 origins[_report(client, file, name, result, out)] += 1
     took_ms = (time.perf_counter() - started) * 1000

@@ -1,171 +1,239 @@
-"""Packs what is ready for a rank into microbatches under a patch budget.
-
-Nothing waits while the rank is idle, unless a rate is set that leaves time to whoever shares its device.
-"""
+"""What one rank has in its hands: microbatches in flight, and what is bound to it and goes into the next."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from ipc.pool import Extent
-from mmcache.errors import ContentMismatch, EncodeFailed, NonFiniteEmbedding
-from mmcache.server.decoders import Pixels
+from mmcache.errors import ContentMismatch, NonFiniteEmbedding
 from mmcache.server.messages import Ran, Run
-from mmcache.server.staged import StagedPixels
+from mmcache.server.microbatch import EncodeJob, Microbatch, run_of
+
+LEAD_S = 0.002
+"""Where two microbatches may be in flight, the second follows this long before the first is predicted to be done: late
+enough to be well filled, early enough that the device never waits for the coordinator."""
+MIN_LEFT = 0.1
+"""A microbatch that takes longer than predicted is predicted to take this part of its prediction more: what is free
+comes before it."""
 
 
 class RankLostError(Exception):
-    """The rank died with the work in its hands; what it wrote is gone with its pool."""
+    """The rank died; what it wrote is gone with its pool. `had_begun`: with this work in its hands."""
+
+    def __init__(self, *, had_begun: bool = True) -> None:
+        super().__init__("the rank died")
+        self.had_begun = had_begun
 
 
 class RecalledError(Exception):
     """The model changed before the work began: nobody writes its extent, which may be of the wrong size now."""
 
 
-@dataclass(slots=True, eq=False)
-class EncodeJob:
-    """One item on its way through a rank. `done` gives the seconds that the encode took."""
+class BatchFailedError(Exception):
+    """The rank could not encode the microbatch that an item was in, and lives on.
 
-    pixels: Pixels | StagedPixels
-    extent: Extent
-    num_patches: int
-    num_tokens: int
+    Attributes:
+        is_memory: whether it ran out of memory.
+        num_items, num_patches: of the microbatch.
+    """
+
+    def __init__(self, reason: str, *, is_memory: bool, num_items: int, num_patches: int) -> None:
+        super().__init__(reason)
+        self.is_memory = is_memory
+        self.num_items = num_items
+        self.num_patches = num_patches
+
+
+class _InFlight(NamedTuple):
+    batch_id: int
+    batch: Microbatch
     cost_s: float
-    done: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Batcher:
-    """The queue of one rank. One microbatch is in flight at a time.
+    """Begins microbatches of what is bound to a rank, and of what it is supplied with.
 
-    `patches_per_second`: most that are begun, on the mean; 0 for no limit. After a microbatch the next waits until it
-    is paid for. `queued_s`: predicted seconds of everything that is queued or in flight.
+    One is in flight at a time, or two where the second hides the way there and back (`LEAD_S`). `patches_per_second`:
+    most that are begun, on the mean; 0 for no limit. After a microbatch the next waits until it is paid for.
+
+    Attributes:
+        max_patches: of a microbatch; it may be changed between two.
+        supply: asked to add jobs to a microbatch that can begin; there is none before the rank is at work.
+        on_begin: told of each that begins.
+        on_done: told of each that was encoded whole: patches of its items, and seconds.
+        has_just_finished: whether the microbatch that can begin follows one that was in flight until now.
+        queued_s: predicted seconds of all that is bound to the rank or in flight.
     """
 
-    def __init__(self, send: Callable[[Run], None], max_patches: int, patches_per_second: int = 0) -> None:
+    def __init__(
+        self, send: Callable[[Run], None], max_patches: int, patches_per_second: int = 0, max_in_flight: int = 1
+    ) -> None:
         self._send = send
-        self._max_patches = max_patches
+        self.max_patches = max_patches
         self._patches_per_second = patches_per_second
+        self._max_in_flight = max_in_flight
         self._loop = asyncio.get_running_loop()
-        self._not_before = 0.0
+        self.supply: Callable[[Microbatch], None] = lambda _: None
+        self.on_begin: Callable[[Microbatch], None] = lambda _: None
+        self.on_done: Callable[[Sequence[int], float], None] = lambda _patches, _seconds: None
+        self.has_just_finished = False
+        self._queue: dict[EncodeJob, None] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._head_since_s = 0.0
+        self._not_before_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self.num_rests = 0
-        self._queue: deque[EncodeJob] = deque()
-        self._running: list[EncodeJob] = []
-        self._last_batch = 0
         self._paused: asyncio.Future[None] | None = None
         self.queued_s = 0.0
         self.num_batches = 0
+        self.num_rests = 0
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._running)
+        return len(self._queue) + sum(len(flying.batch.jobs) for flying in self._in_flight)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a microbatch could begin at once."""
+        return self._paused is None and len(self._in_flight) < self._max_in_flight and self._wait_s() <= 0
+
+    @property
+    def left_s(self) -> float:
+        """Predicted seconds until all that it has is done; more than nothing if it has anything."""
+        rest_s = max(self._not_before_s - self._loop.time(), 0.0)
+        if not self._in_flight:
+            return rest_s + max(self.queued_s, 0.0)
+        head_s = self._in_flight[0].cost_s
+        return max(self._head_left_s(), head_s * MIN_LEFT, 1e-6) + max(self.queued_s - head_s, 0.0) + rest_s
 
     def submit(self, job: EncodeJob) -> asyncio.Future[float]:
-        """Queue a job.
+        """Queue a job that is bound to this rank; such jobs come first.
 
-        The future raises `NonFiniteEmbedding`, `EncodeFailed` (the batch failed), `RankLostError` or `RecalledError`.
+        The future raises `NonFiniteEmbedding`, `ContentMismatch`, `BatchFailedError`, `RankLostError`, `RecalledError`,
+        or what `withdraw` was given.
         """
-        self._queue.append(job)
+        self._queue[job] = None
         self.queued_s += job.cost_s
-        self._pump()
+        self.pump()
         return job.done
 
-    def ran(self, result: Ran) -> None:
-        """The rank's answer: settle the batch in flight and send the next."""
-        assert result.batch_id == self._last_batch, "one batch is in flight at a time"
-        batch, self._running = self._running, []
-        total_s = sum(job.cost_s for job in batch)
-        for i, job in enumerate(batch):
+    def withdraw(self, job: EncodeJob, error: Exception) -> None:
+        """End a job that has not begun, with this error; what has begun is left alone."""
+        if job in self._queue:
+            del self._queue[job]
             self.queued_s -= job.cost_s
-            if i in result.false_claims:
-                job.done.set_exception(
-                    ContentMismatch("the staged pixels do not hash to their key; nothing was cached")
-                )
-            elif result.error:
-                job.done.set_exception(EncodeFailed(f"the rank failed: {result.error}"))
-            elif not result.finite[i]:
-                job.done.set_exception(NonFiniteEmbedding("the encoder produced NaN or Inf; nothing was cached"))
-            else:
-                job.done.set_result(result.seconds * job.cost_s / total_s)
-        self._pump()
+            job.fail(error)
+
+    def ran(self, result: Ran) -> None:
+        """The rank's answer: settle the first batch in flight and send the next."""
+        batch_id, batch, cost_s = self._in_flight.popleft()
+        assert result.batch_id == batch_id, "a rank answers in order"
+        self.queued_s -= cost_s
+        self._head_since_s = self._loop.time()
+        patches = [job.num_patches for job in batch.jobs]
+        if not (result.error or result.failure or result.false_claims):
+            self.on_done(patches, result.seconds)
+        for place, job in enumerate(batch.jobs):
+            _settle(job, place, batch, result, result.seconds * (job.cost_s / cost_s if cost_s else 1 / len(patches)))
+        self.has_just_finished = True
+        self.pump()
+        self.has_just_finished = False
 
     async def pause(self) -> None:
         """Begin no batch until `resume`; returns when none is in flight any more."""
         self._paused = asyncio.get_running_loop().create_future()
-        self._pump()
+        self.pump()
         await self._paused
 
     def resume(self) -> None:
         """Begin batches again."""
         self._paused = None
-        self._pump()
+        self.pump()
 
     def recall(self) -> None:
-        """Every job that is queued ends with `RecalledError`."""
-        jobs = list(self._queue)
-        self._queue.clear()
-        for job in jobs:
-            self.queued_s -= job.cost_s
-            job.done.set_exception(RecalledError())
+        """Every job that has not begun ends with `RecalledError`."""
+        for job in list(self._queue):
+            self.withdraw(job, RecalledError())
 
     def lose(self) -> None:
         """The rank died: every job ends with `RankLostError`."""
-        jobs = [*self._running, *self._queue]
-        self._running, self.queued_s = [], 0.0
+        begun = [job for flying in self._in_flight for job in flying.batch.jobs]
+        waiting = list(self._queue)
+        self._in_flight.clear()
         self._queue.clear()
-        for job in jobs:
-            job.done.set_exception(RankLostError())
-        self._pump()
+        self.queued_s = 0.0
+        for job in begun:
+            job.fail(RankLostError())
+        for job in waiting:
+            job.fail(RankLostError(had_begun=False))
+        self.pump()
 
-    def _pump(self) -> None:
+    def pump(self) -> None:
+        """Begin a microbatch, if that can be and there is something to do."""
         if self._paused is not None:
-            if not self._running and not self._paused.done():
+            if not self._in_flight and not self._paused.done():
                 self._paused.set_result(None)
             return
-        if self._running or not self._queue or self._rests():
+        if len(self._in_flight) >= self._max_in_flight:
             return
-        patches = 0
-        # An item above the budget runs alone.
-        while self._queue and (not self._running or patches + self._queue[0].num_patches <= self._max_patches):
-            job = self._queue.popleft()
-            patches += job.num_patches
-            self._running.append(job)
+        if (wait_s := self._wait_s()) > 0:
+            self._look_in(wait_s)
+            return
+        batch = Microbatch(self.max_patches)
+        while self._queue and batch.takes(job := next(iter(self._queue))):
+            del self._queue[job]
+            self.queued_s -= job.cost_s
+            batch.add(job)
+        self.supply(batch)
+        if batch.jobs:
+            self._begin(batch)
+
+    def _begin(self, batch: Microbatch) -> None:
+        now = self._loop.time()
+        if not self._in_flight:
+            self._head_since_s = now
         if self._patches_per_second:
-            self._not_before = self._loop.time() + patches / self._patches_per_second
-        self._last_batch += 1
+            self._not_before_s = now + batch.num_patches / self._patches_per_second
+        cost_s = sum(job.cost_s for job in batch.jobs)
+        self.queued_s += cost_s
         self.num_batches += 1
-        batch = self._running
-        sizes = [_size(job.pixels) for job in batch]
-        staged = [(place, job.pixels) for place, job in enumerate(batch) if isinstance(job.pixels, StagedPixels)]
-        run = Run(
-            batch_id=self._last_batch,
-            sources=[job.pixels.offset for job in batch],
-            num_frames=[size[0] for size in sizes],
-            heights=[size[1] for size in sizes],
-            widths=[size[2] for size in sizes],
-            claims={place: pixels.slice.claimed() for place, pixels in staged},
-            extents=[job.extent.offset for job in batch],
-            num_tokens=[job.num_tokens for job in batch],
-        )
-        self._send(run)
+        self._in_flight.append(_InFlight(self.num_batches, batch, cost_s))
+        self.on_begin(batch)
+        self._send(run_of(self.num_batches, batch.jobs))
+        if len(self._in_flight) < self._max_in_flight:
+            self._look_in(self._wait_s())
 
-    def _rests(self) -> bool:
-        """Whether what was begun is not paid for yet; then this is looked at again when it is."""
-        rest_s = self._not_before - self._loop.time()
-        if rest_s <= 0:
-            return False
-        if self._timer is None:
-            self.num_rests += 1
-            self._timer = self._loop.call_later(rest_s, self._rested)
-        return True
+    def _head_left_s(self) -> float:
+        return self._in_flight[0].cost_s - (self._loop.time() - self._head_since_s)
 
-    def _rested(self) -> None:
+    def _wait_s(self) -> float:
+        """Seconds until a microbatch may begin: what was begun is paid for, and what is in flight is nearly done."""
+        wait_s = self._not_before_s - self._loop.time()
+        return max(wait_s, self._head_left_s() - LEAD_S) if self._in_flight else wait_s
+
+    def _look_in(self, wait_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(wait_s, self._look)
+
+    def _look(self) -> None:
         self._timer = None
-        self._pump()
+        is_rest, num_batches = not self._in_flight, self.num_batches
+        self.pump()
+        self.num_rests += is_rest and self.num_batches > num_batches  # somebody waited for it
 
 
-def _size(pixels: Pixels | StagedPixels) -> tuple[int, int, int]:
-    """Frames, height and width of decoded pixels; staged ones say theirs in their header."""
-    return (pixels.num_frames, pixels.height, pixels.width) if isinstance(pixels, Pixels) else (0, 0, 0)
+def _settle(job: EncodeJob, place: int, batch: Microbatch, result: Ran, seconds: float) -> None:
+    if place in result.false_claims:
+        job.fail(ContentMismatch("the staged pixels do not hash to their key; nothing was cached"))
+    elif result.error or result.failure:
+        job.fail(
+            BatchFailedError(
+                result.error, is_memory=result.failure == "memory", num_items=len(batch.jobs),
+                num_patches=batch.num_patches,
+            )
+        )  # fmt: skip
+    elif not result.finite[place]:
+        job.fail(NonFiniteEmbedding("the encoder produced NaN or Inf; nothing was cached"))
+    elif not job.done.done():
+        job.done.set_result(seconds)

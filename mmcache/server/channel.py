@@ -35,8 +35,10 @@ class Poller:
     failure of the watch and stops it: the close would never be seen.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, may_spin: bool = True) -> None:
+        """`may_spin`: whether it polls for a moment when more is expected, instead of sleeping."""
         self._loop = loop
+        self._may_spin = may_spin
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._hurried: set[int] = set()
@@ -85,7 +87,7 @@ class Poller:
 
     def _poll_for(self, seconds: float) -> None:
         self._poll_until = max(self._poll_until, self._hurried_at + seconds)
-        if not self._is_polling:
+        if not self._is_polling and self._may_spin:
             self._is_polling = True
             self._loop.call_soon(self._poll)
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 from mmcache.framing import Frame, OutgoingFrame
 from mmcache.server.channel import Channel, Poller
@@ -30,6 +31,20 @@ END_GRACE_S = 2.0
 def restart_delay_s(deaths_in_a_row: int) -> float:
     """Seconds to wait before the next try."""
     return RESTART_DELAYS_S[min(deaths_in_a_row, len(RESTART_DELAYS_S) - 1)]
+
+
+class Worker(Protocol):
+    """What does a rank's work, on its own or on a thread of this process."""
+
+    @property
+    def pid(self) -> int: ...
+    def send(self, frame: OutgoingFrame) -> None: ...
+    def kill(self) -> None: ...
+    async def stop(self, timeout_s: float) -> None: ...
+
+
+Spawn: TypeAlias = "Callable[[Poller, str, Callable[[Frame], None], Callable[[str], None], dict[str, str]], Worker]"
+"""Starts one, as `Child` does."""
 
 
 class Child:

@@ -198,9 +198,12 @@ class Connection:
 
     def _on_death(self) -> None:
         """The client's process is dead, whoever may still hold its socket open."""
-        assert self.holder is not None, "its pidfd is watched from the handshake on"
-        self._channel.close("the process died")
-        if self._pidfd >= 0:
+        self.end("the process died")
+
+    def end(self, reason: str) -> None:
+        """Close it, and forget what is left of it: its leases will not be asked after any more."""
+        self._channel.close(reason)
+        if self.holder is not None and self._pidfd >= 0:
             self.holder.sweep()
             self.holder.end_all()
             self.coordinator.staging.end(self)

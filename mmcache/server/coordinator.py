@@ -7,7 +7,6 @@ import contextlib
 import logging
 import random
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 from ipc.errors import ControlExhausted
@@ -20,10 +19,12 @@ from mmcache.protocol import PROTOCOL_VERSION, Welcome
 from mmcache.records import GRANT_HEAD, ORIGINS
 from mmcache.server.background import Background
 from mmcache.server.channel import Poller
+from mmcache.server.children import Child, Spawn
 from mmcache.server.connection import Connection
 from mmcache.server.decoders import Decoders
 from mmcache.server.facts import ModelFacts
 from mmcache.server.flight import Flight
+from mmcache.server.flights import Flights
 from mmcache.server.ingest import Ingest
 from mmcache.server.lag import LoopLag
 from mmcache.server.lease_limit import LeaseLimit
@@ -35,6 +36,7 @@ from mmcache.server.rank import Rank
 from mmcache.server.ranks import Ranks
 from mmcache.server.reload import Reloads
 from mmcache.server.requests import Request
+from mmcache.server.scheduler import Scheduler
 from mmcache.server.stage_frames import claim_slices
 from mmcache.server.staging import StagingDesk
 from mmcache.server.stats import Stats, snapshot
@@ -51,29 +53,39 @@ STORE_CLOSE_TIMEOUT_S = 5.0
 class Coordinator:
     """Serves connections. Runs on one event loop and one thread."""
 
-    def __init__(self, settings: Settings, seed: int, ingest: Ingest, store: TieredStore) -> None:
+    def __init__(
+        self, settings: Settings, seed: int, ingest: Ingest, store: TieredStore,
+        *, spawn_rank: Spawn = Child, may_spin: bool = True,
+    ) -> None:  # fmt: skip
+        """`may_spin`: whether it polls for a moment when more is expected instead of sleeping: not beside an engine."""
         self._loop = asyncio.get_running_loop()
-        self.poller = Poller(self._loop)
+        self.poller = Poller(self._loop, may_spin=may_spin)
         self.settings = settings
         self.stats = Stats()
         self.store = store
         self.ingest = ingest
         self.decoders = Decoders(
-            self.poller, ingest, seed, settings.max_pixels, settings.orientation, settings.decode_timeout_s
-        )
+            self.poller, ingest, seed, settings.max_pixels, settings.orientation, settings.decode_timeout_s,
+            num_processes=settings.decoders,
+        )  # fmt: skip
         self.offers = OpenOffers()
         self.staging = StagingDesk(settings.staging_bytes, settings.staging_bytes_total)
         self.pools = Pools(self.offers.lost, self.staging.lost)
         self.ranks = Ranks(
             self.poller, settings, seed, ingest, self.staging.fd_of, self._rank_added,
-            self.pools.lose, self._pool_retired, self.pools.evicted,
+            self.pools.lose, self._pool_retired, self.pools.evicted, spawn_rank,
         )  # fmt: skip
         self.staging.on_gone = self.ranks.unmap
         self.connections: set[Connection] = set()
         self._seed = seed
         self._facts: ModelFacts | None = None
-        self._flights: dict[bytes, Flight] = {}
+        self.flights = Flights(self, settings.max_queued_items)
         self.misses = MissPath(self)
+        self.scheduler = Scheduler(
+            lambda: self.ranks.ready, lambda: self.misses.waits_for_room, settings.max_batch_patches,
+            settings.batch_wait_ms / 1000,
+        )  # fmt: skip
+        self.ranks.on_switch = self.scheduler.recall
         self.verifier = Verifier(self, settings.verify_sample, random.Random(seed))  # noqa: S311  # no secret
         self.reloads = Reloads(self)
         self.background = Background(self.stats)
@@ -141,7 +153,7 @@ class Coordinator:
             misses = claim_slices(request, misses)
         if misses:
             request.wait()
-            if new := self._deduplicate(request, misses):
+            if new := self.flights.join(request, misses):
                 self.misses.start(new)
         request.flush()
 
@@ -175,23 +187,9 @@ class Coordinator:
             if (extent := self.pools.get(request.keys[position])) is not None:
                 self._grant(request, position, extent, POOL)
             else:
-                new += self._deduplicate(request, [position])
+                new += self.flights.join(request, [position], has_waited=True)
         if new:
             self.misses.start(new)
-
-    def _deduplicate(self, request: Request, misses: Sequence[int]) -> list[Flight]:
-        """Each missing position joins the flight of its key. Returns the flights that are new."""
-        new: list[Flight] = []
-        for position in misses:
-            key = request.keys[position]
-            flight = self._flights.get(key)
-            if flight is None:
-                flight = self._flights[key] = Flight(key)
-                new.append(flight)
-            else:
-                self.stats.joined += 1
-            flight.join(request, position)
-        return new
 
     def publish(
         self, flight: Flight, rank: Rank, extent: Extent, seconds: float, shape: tuple[int, ...], origin: int
@@ -224,16 +222,12 @@ class Coordinator:
 
     @property
     def has_time(self) -> bool:
-        """Whether no request waits for a decoder or for room in a pool."""
-        return self.decoders.is_idle and not self.misses.waits_for_room
-
-    def end(self, flight: Flight) -> None:
-        """A flight is over: the next miss of its key starts a new one."""
-        if self._flights.get(flight.key) is flight:
-            del self._flights[flight.key]
+        """Whether no request waits for a decoder, a rank, or room in a pool."""
+        return self.decoders.is_idle and not self.misses.waits_for_room and not len(self.scheduler)
 
     def _rank_added(self, rank: Rank) -> None:
         assert rank.memory is not None, "it is warm"
+        self.scheduler.serve(rank)
         if self.pools.add(rank, rank.memory):
             for connection in self._open_connections():
                 connection.add_pool(rank.memory)
@@ -255,6 +249,7 @@ class Coordinator:
     def _sweep_regularly(self) -> None:
         self.sweep()
         self.lease_limit.enforce(self)
+        self.flights.end_outage()
         self._loop.call_later(SWEEP_INTERVAL_S, self._sweep_regularly)
 
     def snapshot(self) -> dict[str, object]:
@@ -278,7 +273,7 @@ class Coordinator:
         await self.store.drain(max(0.0, deadline - self._loop.time()))
 
     async def stop(self) -> None:
-        """End the processes and give the memory back."""
+        """End the processes and give the memory back. Who holds a lease reads on."""
         self.reloads.cancel()
         await asyncio.gather(self.ranks.stop(2.0), self.decoders.stop(2.0))
         self.misses.cancel()
@@ -286,4 +281,7 @@ class Coordinator:
         self.verifier.cancel()
         if not await self.store.close(STORE_CLOSE_TIMEOUT_S):
             log.error("the store did not close within %.0f s; a write or read of it hangs", STORE_CLOSE_TIMEOUT_S)
+        for connection in list(self.connections):
+            connection.end("the sidecar has ended")
+        self.pools.close()
         self.ingest.close()

@@ -1,275 +1,171 @@
-"""The coordinator's side of the decoder: jobs, their answers, and what happens when it dies or hangs on one."""
+"""The pool of decoder processes: one line for all of them, and who of them takes what is at its head."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
-import os
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
 
-from ipc.memory_shm import sealed_copy
-from mmcache.errors import ITEM_ERRORS, EncodeFailed, ItemError, ProtocolError, SidecarError, UndecodableImage
-from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
-from mmcache.keys import KeyHasher
-from mmcache.media import ARRAY
+from mmcache.errors import EncodeFailed
 from mmcache.server.channel import Poller
-from mmcache.server.children import Child, restart_delay_s
-from mmcache.server.ingest import Ingest, IngestBusyError, IngestSlice
-from mmcache.server.messages import Drop, Fill, Filled, Probe, Probed, StartDecoder, pixels_shape
+from mmcache.server.decode_job import Job, Pixels, SharedDescriptor, Supplied
+from mmcache.server.decode_turn import DecoderLostError, MovedError, Turn
+from mmcache.server.decoder import Decoder
+from mmcache.server.fair_queue import FairQueue
+from mmcache.server.flows import Flow
+from mmcache.server.ingest import Ingest
+from mmcache.server.messages import StartDecoder
+from mmcache.server.suspects import MAX_TRIES, Suspects
 
-log = logging.getLogger(__name__)
-
-MAX_JOBS = 8
-"""Jobs a decoder is given at once: enough that it never waits for the coordinator."""
-
-MAX_TRIES = 6
-"""Of one item, whoever was to blame for the decoders' deaths."""
-
-MODULE = "mmcache.server.decoder_process"
-
-
-class SharedDescriptor:
-    """A descriptor that several items lie in, closed when the last of them is done."""
-
-    __slots__ = ("_num_users", "fd")
-
-    def __init__(self, fd: int) -> None:
-        """Takes the descriptor over, with one user."""
-        self.fd = fd
-        self._num_users = 1
-
-    def share(self) -> None:
-        """One user more."""
-        self._num_users += 1
-
-    def release(self) -> None:
-        """One user is done."""
-        self._num_users -= 1
-        if self._num_users == 0:
-            os.close(self.fd)
-
-
-@dataclass(frozen=True, slots=True)
-class Supplied:
-    """An item's bytes as a client sent them: a claim until the decoder has hashed them."""
-
-    memory: SharedDescriptor
-    namespace: str
-    kind: str
-    header: bytes
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pixels:
-    """Decoded RGB pixels, uint8, in the ingest region; the holder frees the slice.
-
-    A picture, `[height, width, 3]`, if `num_frames` is 0; else a video chunk, `[num_frames, height, width, 3]`.
-    """
-
-    part: IngestSlice
-    height: int
-    width: int
-    num_frames: int
-
-    @property
-    def offset(self) -> int:
-        """In the ingest region."""
-        return self.part.offset
-
-
-class _DecoderLostError(Exception):
-    """The decoder died with this job in its hands; `was_at_work` if this is what it was working on."""
-
-    def __init__(self, was_at_work: bool) -> None:
-        self.was_at_work = was_at_work
+__all__ = ["Decoders", "Pixels", "SharedDescriptor", "Supplied"]
 
 
 class Decoders:
-    """One decoder process, restarted when it dies, and another for what a decoder has died on: nobody waits behind it.
+    """Decoder processes that are started together and restarted when they die, and one for what they die on.
 
-    `is_for_suspects`: it is that other one.
+    What waits for a process waits in one queue, in fair order of its flows, and goes to the process with the least in
+    hand as soon as one has room. Behind an item that takes long nobody waits while another process is free.
     """
 
     def __init__(
         self, poller: Poller, ingest: Ingest, seed: int, max_pixels: int, orientation: str, timeout_s: float,
-        *, is_for_suspects: bool = False,
+        *, num_processes: int = 1,
     ) -> None:  # fmt: skip
-        self._is_for_suspects = is_for_suspects
-        self._make_other = partial(
-            Decoders, poller, ingest, seed, max_pixels, orientation, timeout_s, is_for_suspects=True
-        )
-        self._other: Decoders | None = None
-        self._poller = poller
-        self._ingest = ingest
-        self._start = StartDecoder(seed=seed, max_pixels=max_pixels, orientation=orientation)
-        self._timeout_s = timeout_s
+        start = StartDecoder(seed=seed, max_pixels=max_pixels, orientation=orientation)
+        make = partial(Decoder, poller, ingest, start, timeout_s)
         self._loop = asyncio.get_running_loop()
-        self._slots = asyncio.Semaphore(MAX_JOBS)
-        self._answers: dict[int, asyncio.Future[Probed | Filled]] = {}
-        self._unanswered: deque[int] = deque()  # the order in which the process works: its head is what it works on
-        self._watchdog: asyncio.TimerHandle | None = None
-        self._last_job = 0
-        self._stopping = False
-        self._deaths_in_a_row = 0
-        self._up = asyncio.Event()
-        self._started: asyncio.Future[None] = self._loop.create_future()
-        self._child: Child | None = None
-        self.num_restarts = 0
+        self._decoders = [make(self._dispatch, self._relieve) for _ in range(num_processes)]
+        self._suspects = Suspects(partial(make, _nothing, _nothing))
+        self._queue: FairQueue[Job] = FairQueue()
+        self._returned: deque[Job] = deque()  # had their turns already, in a process that died or took long
+        self._num_decoded = 0
+        self._num_moved = 0
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the decoders that are alive."""
-        others = self._other.pids if self._other is not None else []
-        return [self._child.pid, *others] if self._child is not None else others
+        """Process ids of the decoders that are alive; that of suspects, if there is one, is the last."""
+        pids = [decoder.pid for decoder in self._decoders if decoder.pid is not None]
+        return pids + self._suspects.pids
+
+    @property
+    def num_restarts(self) -> int:
+        """How often any of the processes was replaced."""
+        return sum(decoder.num_restarts for decoder in self._decoders) + self._suspects.num_restarts
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is decoded or waits to be."""
-        return not self._answers and not self._slots.locked() and (self._other is None or self._other.is_idle)
+        is_empty = not self._returned and not len(self._queue) and self._suspects.is_idle
+        return is_empty and all(decoder.num_turns == 0 for decoder in self._decoders)
 
-    async def decode(self, item: Supplied, key: bytes, *, is_urgent: bool = True) -> Pixels:
-        """Check an item against its key and decode it. Not to be cancelled: the process may be writing.
-
-        What is not urgent waits for no room.
-
-        Raises:
-            ItemError: as the decoder says; `ContentMismatch` when the bytes are not those of the key.
-            IngestBusyError: there is no room to spare for what is not urgent.
+    def counters(self) -> dict[str, object]:
+        """As in the stats. `in_hand`: items that processes are working on or have next. `moved`: items that were
+        taken from behind one that took long. `suspects`: items that a process died or hung on.
         """
-        async with self._slots:
-            for _ in range(MAX_TRIES):
-                try:
-                    return await self._decode_once(item, key, is_urgent)
-                except _DecoderLostError as lost:
-                    if lost.was_at_work:
-                        break
-            else:
-                raise EncodeFailed("no decoder lived long enough to decode it")
-        if self._is_for_suspects:
-            raise UndecodableImage("two decoders died or hung on it")
-        if self._other is None:
-            self._other = self._make_other()
-            self._other._spawn()
-        return await self._other.decode(item, key, is_urgent=is_urgent)  # the first death may have been another's doing
+        return {
+            "configured": len(self._decoders),
+            "ready": sum(decoder.is_up for decoder in self._decoders),
+            "restarts": self.num_restarts,
+            "pids": self.pids,
+            "queued": len(self._queue) + len(self._returned),
+            "in_hand": sum(decoder.num_turns for decoder in self._decoders),
+            "decoded": self._num_decoded,
+            "moved": self._num_moved,
+            "suspects": self._suspects.num_seen,
+        }
 
     async def start(self) -> None:
-        """Start the process and decode one pixel: returns once it is up and well.
+        """Start the processes and decode one pixel in each: returns once all are up and well.
 
         Raises:
-            SidecarError: it cannot start.
+            SidecarError: one cannot start.
         """
-        self._spawn()
-        await self._started
-        pixel, header = b"\0\0\0", b'{"dtype":"uint8","shape":[1,1,3]}'
-        fd, _ = sealed_copy("mmcache-check", [pixel])
-        memory = SharedDescriptor(fd)
-        try:
-            key = KeyHasher(self._start.seed).key(ARRAY, header, pixel)
-            pixels = await self.decode(Supplied(memory, "", ARRAY, header, 0, len(pixel)), key)
-            self._ingest.free(pixels.part)
-        finally:
-            memory.release()
+        await asyncio.gather(*(decoder.start() for decoder in self._decoders))
 
     async def stop(self, timeout_s: float) -> None:
-        """End the process."""
-        self._stopping = True
-        if self._other is not None:
-            await self._other.stop(timeout_s)
-        if self._child is not None:
-            await self._child.stop(timeout_s)
+        """End the processes."""
+        await asyncio.gather(*(decoder.stop(timeout_s) for decoder in self._decoders), self._suspects.stop(timeout_s))
 
-    async def _decode_once(self, item: Supplied, key: bytes, is_urgent: bool) -> Pixels:
-        await self._up.wait()
-        self._last_job += 1
-        job_id, child = self._last_job, self._child
-        assert child is not None, "it is up"
-        probe = Probe(
-            job_id=job_id, namespace=item.namespace, key=key, kind=item.kind, header=item.header, offset=item.offset,
-            nbytes=item.nbytes,
-        )  # fmt: skip
-        child.send(pack_frame(Kind.PROBE, probe, fds=[item.memory.fd]))
-        probed = await self._answer(job_id)
-        assert isinstance(probed, Probed), "a probe is answered by Probed"
-        try:
-            nbytes = math.prod(pixels_shape(probed.num_frames, probed.height, probed.width))
-            part = await self._ingest.reserve(nbytes) if is_urgent else self._ingest.reserve_spare(nbytes)
-        except (ItemError, IngestBusyError):
-            child.send(pack_frame(Kind.DROP, Drop(job_id=job_id)))
-            raise
-        try:
-            if child is not self._child:
-                raise _DecoderLostError(was_at_work=False)
-            child.send(pack_frame(Kind.FILL, Fill(job_id=job_id, offset=part.offset)))
-            await self._answer(job_id)
-        except (ItemError, _DecoderLostError):
-            self._ingest.free(part)
-            raise
-        return Pixels(part, probed.height, probed.width, probed.num_frames)
+    async def decode(self, job: Job) -> Pixels:
+        """Check an item against its key and decode it.
 
-    async def _answer(self, job_id: int) -> Probed | Filled:
-        future: asyncio.Future[Probed | Filled] = self._loop.create_future()
-        self._answers[job_id] = future
-        self._unanswered.append(job_id)
-        if self._watchdog is None:
-            self._watch()
-        answer = await future
-        if answer.error:
-            raise ITEM_ERRORS[answer.error](answer.reason)
-        return answer
+        May be cancelled: an item that waits leaves the queue at once; what a process is writing is freed when it has
+        been written.
 
-    def _spawn(self) -> None:
-        if self._stopping:
-            return
-        try:
-            self._child = Child(self._poller, MODULE, self._on_frame, self._on_exit, {})
-        except OSError as error:
-            self._on_exit(f"a decoder cannot be started: {error.strerror}")
+        Raises:
+            ItemError: as a decoder says; `ContentMismatch` when the bytes are not those of the key.
+            IngestBusyError: there is no room to spare for what is not urgent.
+        """
+        pixels = await self._decode(job)
+        self._num_decoded += 1
+        return pixels
+
+    def move(self, job: Job, flow: Flow) -> None:
+        """It is another's from now on. Of no account once a process has it."""
+        job.flow = flow
+        if job.ticket is not None:  # else it waits for nothing yet
+            self._queue.move(job.ticket, flow.owner, flow.weight)
+
+    async def _decode(self, job: Job) -> Pixels:
+        num_deaths = 0
+        while num_deaths < MAX_TRIES:
+            turn = await self._turn(job)
+            try:
+                return await turn.decoder.run(turn)
+            except MovedError:
+                self._num_moved += 1
+            except DecoderLostError as lost:
+                if lost.was_at_work:
+                    break
+                num_deaths += 1
         else:
-            self._child.send(pack_frame(Kind.START_DECODER, self._start, fds=[self._ingest.region.fd]))
+            raise EncodeFailed("no decoder lived long enough to decode it")
+        return await self._suspects.decode(job)
 
-    def _on_frame(self, frame: Frame) -> None:
-        close_all(frame.fds)
-        if frame.kind == Kind.DECODER_READY:
-            self._up.set()
-            if not self._started.done():
-                self._started.set_result(None)
-            return
-        answer = parse(Probed, frame) if frame.kind == Kind.PROBED else parse(Filled, frame)
-        if not self._unanswered or self._unanswered[0] != answer.job_id or answer.error not in ("", *ITEM_ERRORS):
-            raise ProtocolError("the decoder's answer makes no sense")  # it is replaced
-        self._deaths_in_a_row = 0
-        self._unanswered.popleft()
-        self._answers.pop(answer.job_id).set_result(answer)
-        self._watch()
+    async def _turn(self, job: Job) -> Turn:
+        """Wait in the line; what had a turn already is before all that had none."""
+        granted: asyncio.Future[Turn] = self._loop.create_future()
+        job.granted = granted
+        job.is_waiting = True
+        if job.had_turn:
+            self._returned.append(job)
+        else:
+            job.ticket = self._queue.put(job, job.flow.owner, job.flow.weight, job.item.predicted_pixels)
+        self._dispatch()
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            if job.is_waiting:
+                self._remove(job)
+            elif not granted.cancelled():
+                granted.result().decoder.leave(granted.result())
+            raise
 
-    def _watch(self) -> None:
-        """Give the job at the head its time."""
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
-        if self._unanswered and self._child is not None:
-            self._watchdog = self._loop.call_later(self._timeout_s, self._child.kill)
+    def _dispatch(self) -> None:
+        """Put what waits into the hands of processes that have room."""
+        while (self._returned or len(self._queue)) and (decoder := self._least_busy()) is not None:
+            job = self._returned.popleft() if self._returned else self._queue.take(next(self._queue.ahead()))
+            job.is_waiting = False
+            assert job.granted is not None, "it stands in the line"
+            if not job.granted.done():  # else it was cancelled this moment
+                job.had_turn = True
+                job.granted.set_result(decoder.begin(job))
 
-    def _on_exit(self, reason: str) -> None:
-        at_work = self._unanswered[0] if self._unanswered else None
-        lost, self._answers = self._answers, {}
-        self._unanswered.clear()
-        self._child = None
-        self._up.clear()
-        self._watch()
-        for job_id, future in lost.items():
-            if not future.done():
-                future.set_exception(_DecoderLostError(job_id == at_work))
-        if not self._started.done():
-            self._started.set_exception(SidecarError(reason))
-        elif not self._stopping:
-            delay_s = restart_delay_s(self._deaths_in_a_row)
-            log.warning("%s; another one starts in %.1f s", reason, delay_s)
-            self._deaths_in_a_row += 1
-            self.num_restarts += 1
-            self._loop.call_later(delay_s, self._spawn)
+    def _remove(self, job: Job) -> None:
+        if job.ticket is None or job.had_turn:
+            self._returned.remove(job)
+        else:
+            self._queue.remove(job.ticket)
+
+    def _least_busy(self) -> Decoder | None:
+        free = [decoder for decoder in self._decoders if decoder.has_room]
+        return min(free, key=lambda decoder: decoder.num_pixels, default=None)
+
+    def _relieve(self, decoder: Decoder) -> None:
+        """A process takes long over an item: what waits behind it goes elsewhere, if anybody has room."""
+        if any(other.has_room for other in self._decoders):
+            decoder.move_waiting()
+
+
+def _nothing(*_: object) -> None:
+    """Suspects wait for each other, and nobody else for them."""

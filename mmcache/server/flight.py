@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from mmcache.errors import ItemError
+from mmcache.server.flows import INTERACTIVE
 
 if TYPE_CHECKING:
     from ipc.pool import Extent
@@ -17,6 +20,10 @@ Waiter: TypeAlias = "tuple[Request, int]"
 """A position of a request."""
 
 
+class AbandonedError(Exception):
+    """Nobody waits for this flight any more."""
+
+
 class Flight:
     """The way of one key from miss to embedding, however many positions of however many requests wait for it.
 
@@ -26,11 +33,12 @@ class Flight:
         stage: what it waits for, for error messages.
         place: in the queue for room in the pool, while it waits for that.
         extent: where its embedding is written to, since it has room.
+        on_change: called, where that is of use, when others wait for it than before, or nobody does.
         supplied: while a waiter's client is asked for the bytes: gives them and whose they are, or None if that
             client will not send them.
     """
 
-    __slots__ = ("extent", "key", "place", "stage", "supplied", "waiters")
+    __slots__ = ("extent", "key", "on_change", "place", "stage", "supplied", "waiters")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
@@ -38,6 +46,7 @@ class Flight:
         self.stage = "looked up"
         self.place: Place[Flight] | None = None
         self.extent: Extent | None = None
+        self.on_change: Callable[[], None] | None = None
         self.supplied: asyncio.Future[tuple[Waiter, Supplied] | None] | None = None
 
     @property
@@ -51,6 +60,8 @@ class Flight:
         request.open[position] = self
         if self.place is not None:
             self.place.advance(request.call.order)
+        if self.on_change is not None and request.priority == INTERACTIVE:
+            self.on_change()
 
     def leave(self, request: Request, position: int) -> None:
         """A position waits no longer, if it did."""
@@ -58,6 +69,9 @@ class Flight:
         self.waiters.pop((request, position), None)
         if was_first:
             self._answer(None)
+        is_other = was_first or not self.waiters or request.priority == INTERACTIVE
+        if self.on_change is not None and is_other:
+            self.on_change()
         if self.place is not None:
             if not self.waiters:
                 self.place.wake()
@@ -86,10 +100,41 @@ class Flight:
         return self._answer(((request, position), supplied))
 
     def fail(self, error: ItemError) -> None:
-        """Every waiter gets the error."""
-        waiters, self.waiters = self.waiters, {}
-        for request, position in waiters:
+        """Every waiter gets the error, and waits no longer."""
+        for request, position in list(self.waiters):
+            self.leave(request, position)
             request.fail(position, error)
+
+    @contextlib.contextmanager
+    def interrupted(self, on_change: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Inside, what its task waits for is cancelled when its last waiter leaves; only around what may be.
+
+        `on_change` is called when others wait for it than before.
+
+        Raises:
+            AbandonedError: that happened.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "a flight is carried by a task"
+        is_abandoned = False
+
+        def changed() -> None:
+            nonlocal is_abandoned
+            if self.waiters:
+                on_change()
+            elif not is_abandoned:
+                is_abandoned = True
+                task.cancel()
+
+        self.on_change = changed
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not is_abandoned or task.uncancel():
+                raise
+            raise AbandonedError from None
+        finally:
+            self.on_change = None
 
     def _answer(self, answer: tuple[Waiter, Supplied] | None) -> bool:
         if self.supplied is None or self.supplied.done():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ipc.leases import Holder
-from mmcache.errors import DeadlineExceeded, EncodeFailed, ItemError, PoolExhausted
+from mmcache.errors import DeadlineExceeded, ItemError, NoRanks, PoolExhausted
 from mmcache.server.flight import Flight
 from mmcache.server.stats import biggest_holders
 
@@ -21,7 +21,8 @@ def late_errors(home: Coordinator, asker: Holder) -> Callable[[Flight], ItemErro
 
     def late_error(flight: Flight) -> ItemError:
         if not home.ranks.ready:
-            return EncodeFailed("no rank is alive; it was waiting for one at the deadline")
+            why = home.ranks.outage or "it was waiting for one at the deadline"
+            return NoRanks(f"no rank is alive that could encode it: {why}")
         if flight.place is not None:
             return PoolExhausted(f"the pool had no room until the deadline; held by {holders()}")
         return DeadlineExceeded(f"the deadline passed while it was {flight.stage}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import ConfigDict, Field
 
+from encoder.sharding import NUM_NUMBERS
 from mmcache.framing import Message
 
 
@@ -68,12 +71,14 @@ class StartRank(Message):
     """Load the model and make the pool. Carries the ingest region's descriptor.
 
     `has_pool`: carries the descriptor of device memory too, of `pool_bytes`, which a rank before this one left.
+    `num_sharing`: ranks on the same device, this one too.
     """
 
     model: str
     device: str
     dtype: str
     num_threads: int
+    num_sharing: int = 1
     pool_bytes: int
     has_pool: bool = False
     device_bytes: int = 0
@@ -81,10 +86,16 @@ class StartRank(Message):
     seed: int
     deterministic: bool = False
     known: dict[str, str] = {}
+    costs: dict[str, list[float]] = {}
 
 
 class ModelReport(Message):
-    """A model that a rank has loaded. `identity`: of its files, empty if that is not to be trusted."""
+    """A model that a rank has loaded. `identity`: of its files, empty if that is not to be trusted.
+
+    `cost`: the numbers of its `CostModel`. `cost_identity`: of the conditions that they hold for. `max_patches`: of a
+    batch, that fit into the memory that is free beside weights and pool; 0 if nothing limits it. `bytes_per_patch`:
+    what a batch takes there.
+    """
 
     weights_digest: bytes
     identity: str
@@ -92,7 +103,10 @@ class ModelReport(Message):
     processor_json: str
     numerics_version: int
     dim: int
-    cost: list[float] = Field(min_length=3, max_length=3)
+    cost: list[float] = Field(min_length=NUM_NUMBERS, max_length=NUM_NUMBERS)
+    cost_identity: str
+    max_patches: int = 0
+    bytes_per_patch: int = 0
 
 
 class RankReady(ModelReport):
@@ -110,6 +124,7 @@ class Load(Message):
 
     model: str
     known: dict[str, str] = {}
+    costs: dict[str, list[float]] = {}
 
 
 class Loaded(Message):
@@ -178,14 +193,18 @@ class Run(Message):
 class Ran(Message):
     """One microbatch is complete in the pool. `finite`: the guard's verdict for each item.
 
-    `false_claims`: items that were not encoded, because their bytes are not those of their key.
+    `false_claims`: items that were not encoded, because their bytes are not those of their key. `failure`: why none of
+    them was encoded, in `error` for people; after "memory" the rank goes on with other batches as it does after
+    "error". `max_patches`: as in `ModelReport`, from now on.
     """
 
     batch_id: int
     seconds: float
     finite: list[bool] = []
     false_claims: list[int] = []
+    failure: Literal["", "memory", "error"] = ""
     error: str = ""
+    max_patches: int = 0
 
 
 class Copy(Message):
@@ -227,11 +246,12 @@ class Compare(Message):
 
 
 class Compared(Message):
-    """The answer; see `encoder.difference.Difference`. Numbers may be infinite or NaN."""
+    """The answer; see `encoder.difference.Difference`. Numbers may be infinite or NaN. `error`: why there is none."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     compare_id: int
-    is_same_bits: bool
-    relative_error: float
-    min_cosine: float
+    is_same_bits: bool = False
+    relative_error: float = 0.0
+    min_cosine: float = 0.0
+    error: str = ""

@@ -8,16 +8,20 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from encoder.sizing import num_patches
 from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, SliceGone
 from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.records import ORIGINS
-from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
+from mmcache.server.batcher import RankLostError
 from mmcache.server.behind import WriteBehind
+from mmcache.server.decode_job import Job
 from mmcache.server.decoders import Pixels, Supplied
-from mmcache.server.facts import ModelFacts
-from mmcache.server.flight import Flight, Waiter
-from mmcache.server.placing import AbandonedError, GaveWayError, Placing
-from mmcache.server.sources import SUPPLY_PATIENCE_S, blame, is_written, sizes
+from mmcache.server.encoding import Encoding
+from mmcache.server.fill_wait import Announcement
+from mmcache.server.flight import AbandonedError, Flight, Waiter
+from mmcache.server.flows import flow_of
+from mmcache.server.placing import GaveWayError, Placing
+from mmcache.server.sources import SUPPLY_PATIENCE_S, blame, decoded_grid, is_written
 from mmcache.server.staged import StagedPixels
 from mmcache.tiers.base import Entry
 
@@ -26,9 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ENCODED, STORE = ORIGINS.index("encoded"), ORIGINS.index("store")
-MAX_TRIES = 2
-"""Of encoding one item with one model."""
+STORE = ORIGINS.index("store")
 
 
 class MissPath:
@@ -39,6 +41,7 @@ class MissPath:
         self._loop = asyncio.get_running_loop()
         self.placing = Placing(coordinator, self._spawn)
         self.behind = WriteBehind(coordinator, partial(self._spawn, flights=()))
+        self._encoding = Encoding(coordinator, self.placing, self.behind)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -69,16 +72,23 @@ class MissPath:
 
     async def _fly(self, flight: Flight, entry: Entry | None, fingerprint: Fingerprint) -> None:
         try:
-            while not await self._carry(flight, entry, fingerprint):
-                await self.placing.turn(flight)
+            while not await self._attempt(flight, entry, fingerprint):
                 fingerprint = self._home.fingerprint
                 (entry,) = await self._find([flight], fingerprint)
         except ItemError as error:
             flight.fail(error)
-        except AbandonedError:
-            pass
         finally:
-            self._home.end(flight)
+            self._home.flights.end(flight)
+
+    async def _attempt(self, flight: Flight, entry: Entry | None, fingerprint: Fingerprint) -> bool:
+        """Whether it is over: it is carried, or nobody waits for it. Else it has to begin anew."""
+        try:
+            if await self._carry(flight, entry, fingerprint):
+                return True
+            await self.placing.turn(flight)
+        except AbandonedError:  # who has come since waits for it even so
+            return not flight.waiters
+        return False
 
     async def _carry(self, flight: Flight, entry: Entry | None, fingerprint: Fingerprint) -> bool:
         """From the store or the client to the pool. False if it gave way to an earlier call's."""
@@ -102,7 +112,8 @@ class MissPath:
         flight.stage = "read from the store"
         self.placing.filling.add(flight)
         try:
-            part = await ingest.reserve(entry.nbytes)
+            with flight.interrupted():
+                part = await ingest.reserve(entry.nbytes)
         finally:
             self.placing.filling.discard(flight)
         try:
@@ -127,7 +138,7 @@ class MissPath:
         while True:
             pixels = await self._pixels(flight)
             try:
-                await self._encode_pixels(flight, pixels)
+                await self._encoding.encode(flight, pixels)
             except (ContentMismatch, SliceGone) as error:
                 if not isinstance(pixels, StagedPixels):
                     raise
@@ -154,8 +165,9 @@ class MissPath:
                 (request, position), supplied = answer
                 flight.stage = "decoded"
                 self.placing.filling.add(flight)
+                announcement = self._home.scheduler.announce()
                 try:
-                    return await self._home.decoders.decode(supplied, flight.key)
+                    return await self._decoded(flight, supplied, announcement)
                 except ContentMismatch as error:
                     if (request, position) in flight.waiters:  # else its client has left meanwhile
                         flight.leave(request, position)
@@ -163,7 +175,19 @@ class MissPath:
                 finally:
                     self.placing.filling.discard(flight)
                     supplied.memory.release()
+                    announcement.withdraw()  # ranks look again in the loop's next turn: it is in their queue by then
         raise AbandonedError
+
+    async def _decoded(self, flight: Flight, supplied: Supplied, announcement: Announcement) -> Pixels:
+        if not flight.waiters:
+            raise AbandonedError
+        decoders = self._home.decoders
+        job = Job(supplied, flight.key, flow_of(flight), on_size=partial(self._sized, announcement))
+        with flight.interrupted(lambda: decoders.move(job, flow_of(flight))):
+            return await decoders.decode(job)
+
+    def _sized(self, announcement: Announcement, height: int, width: int, num_frames: int) -> None:
+        announcement.sized(num_patches(decoded_grid(height, width, num_frames, self._home.facts)))
 
     async def _supplied(self, flight: Flight, first: Waiter) -> tuple[Waiter, Supplied] | None:
         """The bytes and whose they are; None when the first waiter will not send them, or keeps others waiting."""
@@ -181,53 +205,6 @@ class MissPath:
             if flight.pass_on():
                 return None
 
-    async def _encode_pixels(self, flight: Flight, pixels: Pixels | StagedPixels) -> None:
-        failure = EncodeFailed("the ranks died while encoding it")
-        num_tries = 0
-        while num_tries < MAX_TRIES:
-            served = self._home.facts
-            try:
-                if await self._encode_once(flight, pixels, served):
-                    return
-            except EncodeFailed as error:
-                failure = error
-            except ItemError:
-                if served.fingerprint == self._home.fingerprint:
-                    raise
-            # A model that came meanwhile has all its tries.
-            num_tries = num_tries + 1 if served.fingerprint == self._home.fingerprint else 0
-        raise failure
-
-    async def _encode_once(self, flight: Flight, pixels: Pixels | StagedPixels, served: ModelFacts) -> bool:
-        """Place, encode and publish an item. False when its rank died, or when `served` is not served any more."""
-        grid, patches, tokens = sizes(pixels, served)
-        nbytes = tokens * served.token_bytes
-        rank, extent = await self.placing.place(flight, nbytes, patches, may_give_way=True)
-        flight.stage = "encoded"
-        seconds = None
-        try:
-            if served.fingerprint == self._home.fingerprint:
-                if isinstance(pixels, StagedPixels):
-                    pixels.slice.begin_read()
-                job = EncodeJob(pixels, extent, patches, tokens, rank.cost.item_seconds(patches))
-                seconds = await rank.batcher.submit(job)
-        except (RankLostError, RecalledError):
-            pass
-        except ItemError:
-            rank.pool.abandon(extent)
-            raise
-        # The rank died, maybe right after its answer, or the model changed.
-        if seconds is None or extent.is_lost or served.fingerprint != self._home.fingerprint:
-            rank.pool.abandon(extent)
-            return False
-        self._home.stats.encoded += 1
-        self._home.stats.encode_seconds += seconds
-        if self._home.publish(flight, rank, extent, seconds, (tokens, *grid), ENCODED):
-            self.behind.write(rank, extent, (tokens, *grid))
-        if isinstance(pixels, StagedPixels):  # whoever needed it may have left
-            pixels.slice.cached(rank.pool, self._home.pools.index[flight.key])
-        return True
-
     def _spawn(self, work: Coroutine[object, object, None], flights: Sequence[Flight]) -> None:
         """Run a task. A fault of ours in it fails its flights at once instead of at their deadline."""
         task = self._loop.create_task(work)
@@ -241,6 +218,6 @@ class MissPath:
             self._home.stats.errors["Internal"] += 1
             for flight in flights:
                 flight.fail(EncodeFailed(f"internal error: {fault!r}"))
-                self._home.end(flight)
+                self._home.flights.end(flight)
 
         task.add_done_callback(ended)

@@ -16,7 +16,7 @@ from ipc.errors import ExtentTooLarge
 from ipc.pool import Extent, Pool
 from mmcache.errors import PoolExhausted
 from mmcache.server.calls import Call
-from mmcache.server.flight import Flight
+from mmcache.server.flight import AbandonedError, Flight
 from mmcache.server.holdings import UNENDED, fits_without, has_staged, hopeless
 from mmcache.server.rank import Rank
 from mmcache.server.requests import Request
@@ -32,10 +32,6 @@ ROOM_POLL_S = 0.001
 """While requests wait for room, acknowledgements are looked for this often; nothing is polled otherwise."""
 MAX_PAUSE_POLLS = 16
 """What else makes room is looked for more rarely the longer it was of no use, but this often at least."""
-
-
-class AbandonedError(Exception):
-    """Nobody waits for this flight any more."""
 
 
 class GaveWayError(Exception):
@@ -62,19 +58,19 @@ class Placing:
         return bool(len(self._queue))
 
     async def place(
-        self, flight: Flight, nbytes: int, patches: int, *, may_give_way: bool = False
+        self, flight: Flight, nbytes: int, patches: int, *, may_give_way: bool = False, avoid: Rank | None = None
     ) -> tuple[Rank, Extent]:
         """Choose a rank and reserve room in its pool; whoever came first is served first.
 
         Waiters whose own calls leave no room for it fail meanwhile. `may_give_way`: what it has in the ingest region
-        can be made again, unless it was staged.
+        can be made again, unless it was staged. `avoid`: a rank that is chosen last.
 
         Raises:
             PoolExhausted: it could never fit.
             AbandonedError: nobody waits for it any more.
             GaveWayError: see there; only if it may.
         """
-        self._check_size(nbytes)
+        self.check_size(nbytes)
         if not flight.waiters:
             raise AbandonedError
         flight.stage = STAGE
@@ -82,7 +78,7 @@ class Placing:
             self._may_give_way.add(flight)
         place = flight.place = self._queue.enter(flight, flight.order)
         try:
-            rank, extent = await self._room(place, nbytes, patches)
+            rank, extent = await self._room(place, nbytes, patches, avoid)
         finally:
             self._leave(place)
             self._may_give_way.discard(flight)
@@ -103,7 +99,7 @@ class Placing:
         if not flight.waiters:
             raise AbandonedError
 
-    async def _room(self, place: Place[Flight], nbytes: int, patches: int) -> tuple[Rank, Extent]:
+    async def _room(self, place: Place[Flight], nbytes: int, patches: int, avoid: Rank | None) -> tuple[Rank, Extent]:
         polls = pause = 0
         while place.owner.waiters:
             if place.owner in self._gives_way:
@@ -112,7 +108,7 @@ class Placing:
             if not place.is_head:
                 await place.moved()
                 continue
-            if (placed := self._try_place(nbytes, patches)) is not None:
+            if (placed := self._try_place(nbytes, patches, avoid)) is not None:
                 return placed
             self._home.stats.room_waits += 1
             self._home.sweep()
@@ -125,19 +121,20 @@ class Placing:
     def _pools(self) -> list[Pool]:
         return [rank.pool for rank in self._home.ranks.ready]
 
-    def _check_size(self, nbytes: int) -> None:
+    def check_size(self, nbytes: int) -> None:
+        """Raise `PoolExhausted` if an embedding could never fit."""
         pools = self._pools()
         if pools and all(nbytes > pool.bytes_total for pool in pools):
             largest = max(pool.bytes_total for pool in pools)
             raise PoolExhausted(f"{nbytes} bytes can never fit into a pool of {largest} bytes; raise pool_bytes")
 
-    def _try_place(self, nbytes: int, patches: int) -> tuple[Rank, Extent] | None:
+    def _try_place(self, nbytes: int, patches: int, avoid: Rank | None) -> tuple[Rank, Extent] | None:
         ranks = self._home.ranks.ready
         if not ranks:
             return None
         cost_s = ranks[0].cost.item_seconds(patches)
-        (best,) = assign([cost_s], [rank.batcher.queued_s for rank in ranks])
-        for rank in (ranks[best], *ranks[:best], *ranks[best + 1 :]):
+        (best,) = assign([cost_s], [rank.batcher.left_s for rank in ranks])
+        for rank in sorted((ranks[best], *ranks[:best], *ranks[best + 1 :]), key=lambda rank: rank is avoid):
             try:
                 extent = rank.pool.reserve(nbytes)
             except ExtentTooLarge as error:

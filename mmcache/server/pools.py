@@ -116,6 +116,11 @@ class Pools:
             self.num_past_evictions += memory.pool.num_evictions
             memory.close()
 
+    def close(self) -> None:
+        """Give back all memory: no rank and no client is left that is told of it."""
+        for memory in self.memories.values():
+            memory.close()
+
     def _discard(self, extents: list[Extent]) -> None:
         """Free the extents, a bounded number at once: the pool may evict the others meanwhile."""
         batch = extents[-DISCARDS_A_TURN:]

@@ -17,10 +17,10 @@ from mmcache.protocol import Put, PutReply
 from mmcache.server.batcher import RankLostError
 from mmcache.server.decoders import SharedDescriptor
 from mmcache.server.facts import ModelFacts
-from mmcache.server.flight import Flight
+from mmcache.server.flight import AbandonedError, Flight
 from mmcache.server.grids import grid_fault
-from mmcache.server.misses import MAX_TRIES
-from mmcache.server.placing import AbandonedError, GaveWayError
+from mmcache.server.placing import GaveWayError
+from mmcache.server.retries import MAX_TRIES
 from mmcache.transport import take_descriptors
 
 if TYPE_CHECKING:
@@ -139,7 +139,8 @@ class _PutCall:
         flight.stage = "waiting for room in the ingest region"
         placing.filling.add(flight)
         try:
-            part = await ingest.reserve(self._nbytes)
+            with flight.interrupted():
+                part = await ingest.reserve(self._nbytes)
         finally:
             placing.filling.discard(flight)
         try:

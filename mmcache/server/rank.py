@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from encoder.sharding import CostModel
 from ipc.pool import Extent, Pool
 from mmcache.config import Settings
-from mmcache.errors import MMCacheError, SidecarError
+from mmcache.errors import EncodeFailed, MMCacheError, SidecarError
 from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
 from mmcache.server.batcher import Batcher, RankLostError
-from mmcache.server.children import Child
+from mmcache.server.children import Worker
+from mmcache.server.costs import Predictor
 from mmcache.server.facts import ModelFacts, facts_of, load_failure, start_failure
 from mmcache.server.ingest import Ingest
+from mmcache.server.limits import Limits
 from mmcache.server.messages import (
     Compare,
     Compared,
@@ -35,12 +38,19 @@ from mmcache.server.messages import (
     UnmapRegion,
 )
 from mmcache.server.pool_memory import PoolMemory
+from mmcache.server.watchdog import Watchdog
 from mmcache.transport import take_descriptors
 
 if TYPE_CHECKING:
     from mmcache.server.ranks import Ranks
+    from mmcache.server.slots import Death
 
 MODULE = "mmcache.server.rank_process"
+START_TIMEOUT_S = 600.0
+"""What a rank loads its model from may never answer."""
+LOADING, ENCODING, COPYING = "loading", "encoding", "copying"
+"""What its process does one after the other, each in a thread of its own."""
+WORK = (Kind.RAN, Kind.COPIED, Kind.COMPARED)
 
 
 class Rank:
@@ -49,7 +59,13 @@ class Rank:
     Attributes:
         facts: the model that its process encodes with; None before it is warm.
         next: facts and costs of the model that its process has loaded beside that one, if any.
+        model: what its process was told to load.
         is_ready: whether it takes work: it is warm, and its model is the one that is served.
+        is_stale: it is warm, but the files of its model had changed when it read them.
+        is_given_up: it takes no work any more and is about to die.
+        has_worked: whether it has answered anything that it was asked to do.
+        failure: why it is lost, if the process itself does not say it.
+        death: of what kind that is.
         memory: of its pool; None before it is warm, unless one was left to it.
         has_lost_pool: whether it could not use what was left to it.
     """
@@ -62,14 +78,16 @@ class Rank:
         self._pool_id = pool_id
         self.memory = left
         self.has_lost_pool = False
-        self.cost = CostModel(0.0, 0.0, 0.0)
+        self.cost = Predictor(CostModel(0.0, 0.0, 0.0))
         self.facts: ModelFacts | None = None
-        self.next: tuple[ModelFacts, CostModel] | None = None
-        self.is_ready = False
+        self.next: tuple[ModelFacts, Predictor] | None = None
+        self._next_patches = 0
+        self.is_ready = self.is_stale = self.is_given_up = self.has_worked = False
         self.failure: MMCacheError | None = None
+        self.death: Death | None = None
         self._ranks = ranks
         self._settings = settings
-        self._model = ranks.model
+        self.model = ranks.model
         self._loading: tuple[str, asyncio.Future[None]] | None = None
         self._copies: dict[int, asyncio.Future[bool]] = {}
         self._last_job = 0
@@ -77,17 +95,29 @@ class Rank:
         self._compares: dict[int, asyncio.Future[Compared]] = {}
         threads = max(1, len(os.sched_getaffinity(0)) // settings.ranks)
         start = StartRank(
-            model=self._model, device=ranks.device_of(index), dtype=settings.dtype, num_threads=threads,
+            model=self.model, device=ranks.device_of(index), dtype=settings.dtype, num_threads=threads,
+            num_sharing=ranks.num_sharing(index),
             pool_bytes=left.nbytes if left else settings.pool_bytes, has_pool=left is not None, seed=ranks.seed,
-            deterministic=settings.deterministic, known=ranks.digests.known,
+            deterministic=settings.deterministic, known=ranks.digests.known, costs=ranks.calibrations.known,
             device_bytes=settings.device_bytes, has_high_priority=settings.stream_priority == "high",
         )  # fmt: skip
         environ = {"OMP_NUM_THREADS": str(threads)}
         if settings.deterministic:
             environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        self.child = Child(ranks.poller, MODULE, self._on_frame, self._on_exit, environ)
+        self.child: Worker = ranks.spawn(ranks.poller, MODULE, self._on_frame, self._on_exit, environ)
         self.child.send(pack_frame(Kind.START_RANK, start, fds=[ingest.region.fd, *([left.fd] if left else [])]))
-        self.batcher = Batcher(self._send_run, settings.max_batch_patches, settings.max_patches_per_second)
+        self.batcher = Batcher(
+            self._send_run, settings.max_batch_patches, settings.max_patches_per_second,
+            max_in_flight=2 if settings.device == "cuda" else 1,
+        )  # fmt: skip
+        self._limits = Limits(settings.encode_timeout_s)
+        self._watchdog = Watchdog(self._on_hang)
+        self._watchdog.asked(LOADING, 0, "load its model and become warm", lambda: START_TIMEOUT_S)
+
+    @property
+    def max_patches(self) -> int:
+        """Most patches of a microbatch with more than one item: as set, or what fits into its memory."""
+        return self.batcher.max_patches
 
     @property
     def pool(self) -> Pool:
@@ -103,13 +133,15 @@ class Rank:
         assert self._loading is None, "one model is loaded at a time"
         done = asyncio.get_running_loop().create_future()
         self._loading = (model, done)
-        self.child.send(pack_frame(Kind.LOAD, Load(model=model, known=self._ranks.digests.known)))
+        known, costs = self._ranks.digests.known, self._ranks.calibrations.known
+        self.child.send(pack_frame(Kind.LOAD, Load(model=model, known=known, costs=costs)))
         return done
 
     def swap(self) -> None:
         """Batches that are sent from now on are for the model in `next`."""
         assert self.next is not None, "it was loaded"
         (self.facts, self.cost), self.next = self.next, None
+        self._bound(self._next_patches)
         self.child.send(pack_frame(Kind.SWAP, Swap()))
 
     def unload(self) -> None:
@@ -127,14 +159,19 @@ class Rank:
         done = self._copies[self._last_job] = asyncio.get_running_loop().create_future()
         copy = Copy(copy_id=self._last_job, source=source, extent=extent.offset, nbytes=extent.nbytes, guard=guard)
         self.child.send(pack_frame(Kind.COPY, copy))
+        self._watch_copy(self._last_job, extent)
         return done
 
     def compare(self, cached: Extent, fresh: Extent, num_tokens: int) -> asyncio.Future[Compared]:
-        """Compare two embeddings of one item. The caller keeps both meanwhile. The future raises `RankLostError`."""
+        """Compare two embeddings of one item. The caller keeps both meanwhile.
+
+        The future raises `RankLostError`, or `EncodeFailed` if they cannot be compared.
+        """
         self._last_job += 1
         done = self._compares[self._last_job] = asyncio.get_running_loop().create_future()
         compare = Compare(compare_id=self._last_job, cached=cached.offset, fresh=fresh.offset, num_tokens=num_tokens)
         self.child.send(pack_frame(Kind.COMPARE, compare))
+        self._watchdog.asked(ENCODING, -self._last_job, "compare two embeddings", self._limits.moved(2 * cached.nbytes))
         return done
 
     def copy_out(self, extent: Extent, target: int) -> asyncio.Future[bool]:
@@ -146,6 +183,7 @@ class Rank:
         done = self._copies[self._last_job] = asyncio.get_running_loop().create_future()
         copy = CopyOut(copy_id=self._last_job, target=target, extent=extent.offset, nbytes=extent.nbytes)
         self.child.send(pack_frame(Kind.COPY_OUT, copy))
+        self._watch_copy(self._last_job, extent)
         return done
 
     def unmap(self, region: int) -> None:
@@ -160,6 +198,22 @@ class Rank:
                 self.child.send(pack_frame(Kind.MAP_REGION, MapRegion(region=region), fds=[fd]))
                 self._mapped.add(region)
         self.child.send(pack_frame(Kind.RUN, run))
+        assert self.facts is not None, "it is warm"
+        merge = self.facts.processor.merge_size
+        limit_s = partial(self._limits.batch, self.cost, merge, run.num_tokens, run.num_frames)
+        self._watchdog.asked(ENCODING, run.batch_id, f"encode a batch of {len(run.extents)}", limit_s)
+
+    def _watch_copy(self, job: int, extent: Extent) -> None:
+        self._watchdog.asked(COPYING, job, f"copy {extent.nbytes} bytes", self._limits.moved(extent.nbytes))
+
+    def _on_hang(self, reason: str) -> None:
+        self._ranks.give_up(self, SidecarError(f"{reason}; it was killed"), "hung")
+
+    def _bound(self, max_patches: int) -> None:
+        """So many patches fit into its memory, as it says; 0: nothing limits them."""
+        self.batcher.max_patches = min(
+            self._settings.max_batch_patches, max_patches or self._settings.max_batch_patches
+        )
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == Kind.RANK_READY:
@@ -167,24 +221,40 @@ class Rank:
             fds = take_descriptors(frame, 0 if self.memory else 1)
             if self.memory is None:
                 self.memory = PoolMemory(self._pool_id, fds[0], ready.pool_bytes, ready.device, self._ranks.on_evict)
-            self.facts, self.cost = self._described(self._model, ready)
+            self.facts, self.cost = self._described(self.model, ready)
+            self._bound(ready.max_patches)
+            self._watchdog.answered(LOADING, 0)
             self._ranks.on_ready(self)
             return
         close_all(frame.fds)
+        self.has_worked |= frame.kind in WORK
         if frame.kind == Kind.RAN:
-            self.batcher.ran(parse(Ran, frame))
+            self._on_ran(parse(Ran, frame))
         elif frame.kind == Kind.COPIED:
             copied = parse(Copied, frame)
+            self._watchdog.answered(COPYING, copied.copy_id)
             self._copies.pop(copied.copy_id).set_result(copied.finite)
         elif frame.kind == Kind.COMPARED:
             compared = parse(Compared, frame)
-            self._compares.pop(compared.compare_id).set_result(compared)
+            self._watchdog.answered(ENCODING, -compared.compare_id)
+            done = self._compares.pop(compared.compare_id)
+            if compared.error:
+                done.set_exception(EncodeFailed(f"the rank failed: {compared.error}"))
+            else:
+                done.set_result(compared)
         elif frame.kind == Kind.START_FAILED:
             failed = parse(StartFailed, frame)
             self.has_lost_pool = failed.lost_pool
-            self.failure = start_failure(self._settings, self._model, failed)
+            self.failure = start_failure(self._settings, self.model, failed)
         elif frame.kind == Kind.LOADED:
             self._on_loaded(parse(Loaded, frame))
+
+    def _on_ran(self, ran: Ran) -> None:
+        self._watchdog.answered(ENCODING, ran.batch_id)
+        self._bound(ran.max_patches)
+        if ran.failure == "memory":
+            self._ranks.on_out_of_memory(self)
+        self.batcher.ran(ran)
 
     def _on_loaded(self, loaded: Loaded) -> None:
         assert self._loading is not None, "it was asked to load"
@@ -194,15 +264,17 @@ class Rank:
         if loaded.report is None:
             done.set_exception(load_failure(model, loaded))
         else:
-            self.next = self._described(model, loaded.report)
+            self.next, self._next_patches = self._described(model, loaded.report), loaded.report.max_patches
             done.set_result(None)
 
-    def _described(self, model: str, report: ModelReport) -> tuple[ModelFacts, CostModel]:
+    def _described(self, model: str, report: ModelReport) -> tuple[ModelFacts, Predictor]:
         if report.identity:
             self._ranks.digests.add(report.identity, report.weights_digest.hex())
-        return facts_of(self._settings, model, report), CostModel(*report.cost)
+        self._ranks.calibrations.add(report.cost_identity, report.cost)
+        return facts_of(self._settings, model, report), Predictor(CostModel.from_numbers(report.cost))
 
     def _on_exit(self, reason: str) -> None:
+        self._watchdog.stop()
         waiting: list[asyncio.Future[Any]] = [*self._copies.values(), *self._compares.values()]
         self._copies, self._compares = {}, {}
         self._ranks.on_exit(self, reason)

@@ -7,6 +7,7 @@ copies run beside the encoder, on a stream of their own.
 from __future__ import annotations
 
 import os
+import weakref
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -63,7 +64,7 @@ class HostIngest:
 
 
 class DeviceIngest:
-    """The ingest region, for a rank on a device. Of its copies, one thread."""
+    """The ingest region, for a rank on a device, locked as long as this lives. Of its copies, one thread."""
 
     def __init__(self, fd: int, device: torch.device) -> None:
         """`fd` stays the caller's. The pages are locked for this process."""
@@ -72,6 +73,8 @@ class DeviceIngest:
         whole = self._region.array(0, self._region.nbytes)
         code = torch.cuda.cudart().cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)
         self.is_locked = int(code) == 0  # else copies go through memory of the driver, a third as fast
+        if self.is_locked:
+            weakref.finalize(self, _unlock, whole).atexit = False
 
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """The bytes, uint8 `[nbytes]`, only to be read."""
@@ -92,6 +95,10 @@ class DeviceIngest:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         self._stream.synchronize()
+
+
+def _unlock(memory: NDArray[np.uint8]) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
 def open_ingest(fd: int, device: torch.device) -> HostIngest | DeviceIngest:

@@ -9,16 +9,20 @@ from pathlib import Path
 
 import torch
 
+from encoder.calibration import calibrate, conditions
 from encoder.config import NUMERICS_VERSION
 from encoder.errors import CheckpointError
+from encoder.memory import ActivationMemory, measure_activations, predict_activations
 from encoder.model import Encoder
 from encoder.source import SETTINGS_FILES, resolve_model
 from encoder.stamps import Stamp, are_settled, stamp_files, stamp_present
 from encoder.weights import vision_files
 from mmcache.keys import digest_parts
 from mmcache.server.messages import ModelReport, StartRank
+from mmcache.server.rank_bound import bound_of, free_bytes
 
 _IDENTITY_TAG = b"mmcache weights by their files"
+_COST_TAG = b"mmcache costs by what decides them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +31,23 @@ class RankModel:
 
     encoder: Encoder
     report: ModelReport
+    activations: ActivationMemory
 
 
-def load_model(start: StartRank, model: str, known: Mapping[str, str], before: RankModel | None = None) -> RankModel:
+def load_model(
+    start: StartRank,
+    model: str,
+    known: Mapping[str, str],
+    costs: Mapping[str, Sequence[float]],
+    before: RankModel | None = None,
+) -> RankModel:
     """Load a model, warm it up and describe it.
 
     Args:
         start: what the rank was started with: device, dtype, and whether it is deterministic.
         model: a preset or a checkpoint folder.
         known: digests of weights by the identity of their files; see docs/fingerprint.md.
-        before: a model whose measured speed holds for this one too, if their shapes are the same.
+        costs: numbers of cost models by the conditions that they were measured under; what is there is not measured.
 
     Raises:
         CheckpointError: it cannot be loaded, or its files changed meanwhile.
@@ -51,11 +62,8 @@ def load_model(start: StartRank, model: str, known: Mapping[str, str], before: R
         raise CheckpointError(f"{folder}: its files changed while they were read; try again when they are complete")
     identity = identify(encoder, stamps) if stamps and are_settled(stamps, began_ns) else ""
     encoder.warm_up()
-    if before is not None and before.encoder.config == encoder.config:
-        cost = before.report.cost
-    else:
-        measured = encoder.calibrate()
-        cost = [measured.seconds_per_launch, measured.seconds_per_patch, measured.seconds_per_patch_squared]
+    cost_identity = digest_parts((_COST_TAG, conditions(encoder).encode())).hex()
+    activations = measure_activations(encoder) if before is None else _activations_beside(before, encoder)
     report = ModelReport(
         weights_digest=bytes.fromhex(known[identity]) if identity in known else digest_weights(encoder),
         identity=identity,
@@ -63,9 +71,24 @@ def load_model(start: StartRank, model: str, known: Mapping[str, str], before: R
         processor_json=encoder.processor.canonical(),
         numerics_version=NUMERICS_VERSION,
         dim=encoder.config.text_width,
-        cost=cost,
+        cost=list(costs[cost_identity]) if cost_identity in costs else calibrate(encoder).numbers(),
+        cost_identity=cost_identity,
+        max_patches=bound_of(activations, _free_bytes(start, encoder, before)),
+        bytes_per_patch=activations.bytes_per_patch,
     )
-    return RankModel(encoder, report)
+    return RankModel(encoder, report, activations)
+
+
+def _activations_beside(before: RankModel, encoder: Encoder) -> ActivationMemory:
+    """While the one before encodes, nothing can be measured: its own go by the ratio of both arithmetics."""
+    ours, theirs = (predict_activations(one.config, one.dtype) for one in (encoder, before.encoder))
+    return before.activations.scaled(ours.bytes_per_patch / theirs.bytes_per_patch)
+
+
+def _free_bytes(start: StartRank, encoder: Encoder, before: RankModel | None) -> int | None:
+    """What there will be for activations when the model before this one is gone."""
+    free = free_bytes(encoder.device, start.num_sharing, start.device_bytes)
+    return free if free is None or before is None else free + before.encoder.num_bytes
 
 
 def digest_weights(encoder: Encoder) -> bytes:

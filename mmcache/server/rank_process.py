@@ -7,19 +7,20 @@ behind a batch, and one loads the next model while the one in use goes on.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 
 from encoder.difference import difference
 from encoder.errors import EncoderError
+from encoder.memory import is_out_of_memory
 from encoder.model import Item, all_finite
 from encoder.source import resolve_model
 from ipc.errors import IpcError
@@ -43,6 +44,7 @@ from mmcache.server.messages import (
     UnmapRegion,
     pixels_shape,
 )
+from mmcache.server.rank_bound import MemoryBound, return_memory
 from mmcache.server.rank_memory import (
     DeviceIngest,
     PoolTensor,
@@ -75,10 +77,11 @@ class Rank:
         self._staged = StagedReader(start.seed, self._device)
         self._batches: queue.SimpleQueue[Run | Compare | UnmapRegion | RankModel | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()  # None: a model was dropped
-        torch.set_num_threads(start.num_threads)
+        self._use_threads()
         self._dtype: torch.dtype = getattr(torch, start.dtype)
         self._pool = self._opened(pool_fds)
-        self._model = load_model(start, start.model, start.known)
+        self._bound = MemoryBound(self._device, start.num_sharing, start.device_bytes)
+        self._model = self._adopted(load_model(start, start.model, start.known, start.costs))
         self._next: RankModel | None = None
 
     def announce(self) -> None:
@@ -89,12 +92,12 @@ class Rank:
 
     def serve(self) -> None:
         """Until the sidecar closes the channel."""
-        threading.Thread(target=self._read, name="read", daemon=True).start()
-        threading.Thread(target=self._load_each, name="load", daemon=True).start()
+        self._start_thread(self._read, "read")
+        self._start_thread(self._load_each, "load")
         use_stream(self._device, self._start.has_high_priority)
         while (work := self._batches.get()) is not None:
             if isinstance(work, RankModel):
-                self._model = work
+                self._model = self._adopted(work)
                 self._loads.put(None)
             elif isinstance(work, UnmapRegion):
                 self._staged.unmap(work.region)
@@ -103,6 +106,17 @@ class Rank:
             else:
                 self._send(pack_frame(Kind.RAN, self._run(work)))
             del work  # a model that was replaced must not live on until the next batch
+
+    def _adopted(self, model: RankModel) -> RankModel:
+        self._bound.adopt(model.activations, model.report.max_patches)
+        return model
+
+    def _use_threads(self) -> None:
+        """What torch computes with on this thread."""
+        torch.set_num_threads(self._start.num_threads)
+
+    def _start_thread(self, work: Callable[[], None], name: str) -> None:
+        threading.Thread(target=work, name=name, daemon=True).start()
 
     def _opened(self, fds: Sequence[int]) -> PoolTensor:
         try:
@@ -153,12 +167,12 @@ class Rank:
             self._send(pack_frame(Kind.COPIED, Copied(copy_id=copy_out.copy_id)))
 
     def _load_each(self) -> None:
-        torch.set_num_threads(self._start.num_threads)
+        self._use_threads()
         use_device(self._device)
         with contextlib.suppress(ConnectionLost):
             while True:
                 if (load := self._loads.get()) is None:
-                    _return_memory(self._device)
+                    return_memory(self._device)
                 else:
                     self._send(pack_frame(Kind.LOADED, self._load(load)))
 
@@ -170,27 +184,39 @@ class Rank:
         except FAILURES as error:
             return Loaded(error=type(error).__name__, reason=reason_of(error))
         try:
-            self._next = load_model(self._start, load.model, load.known, before=self._model)
+            self._next = load_model(self._start, load.model, load.known, load.costs, self._model)
         except FAILURES as error:
             return Loaded(error=type(error).__name__, reason=reason_of(error))
         return Loaded(report=self._next.report)
 
     def _run(self, run: Run) -> Ran:
-        started = time.perf_counter()
-        places = range(len(run.sources))
         try:
-            items = self._staged.read(run.claims, run.sources, self._dtype) if run.claims else {}
-            items |= {place: self._pixels(run, place) for place in places if place not in run.claims}
-            good = [place for place in places if place in items]
-            outs = [self._out(run.extents[place], run.num_tokens[place]) for place in good]
-            found = dict(zip(good, self._model.encoder.encode([items[place] for place in good], outs), strict=True))
+            return self._encoded(run)
         except FAILURES as error:
             check_device(self._device)  # a device that is lost to this process ends it, and is another's
-            return Ran(batch_id=run.batch_id, seconds=0.0, error=reason_of(error))
-        finite = [found.get(place, False) for place in places]
-        false_claims = [place for place in places if place not in items]
+            is_memory, reason = is_out_of_memory(error), reason_of(error)
+        if is_memory:  # the error is gone by now, and with it what its frames held
+            return_memory(self._device)
+            self._bound.failed()
+            reason = f"it ran out of memory: {reason}"
+        failure: Literal["memory", "error"] = "memory" if is_memory else "error"
+        bound = self._bound.max_patches
+        return Ran(batch_id=run.batch_id, seconds=0.0, failure=failure, error=reason, max_patches=bound)
+
+    def _encoded(self, run: Run) -> Ran:
+        started = time.perf_counter()
+        places = range(len(run.sources))
+        items = self._staged.read(run.claims, run.sources, self._dtype) if run.claims else {}
+        items |= {place: self._pixels(run, place) for place in places if place not in run.claims}
+        good = [place for place in places if place in items]
+        outs = [self._out(run.extents[place], run.num_tokens[place]) for place in good]
+        found = dict(zip(good, self._model.encoder.encode([items[place] for place in good], outs), strict=True))
         seconds = time.perf_counter() - started
-        return Ran(batch_id=run.batch_id, seconds=seconds, finite=finite, false_claims=false_claims)
+        self._bound.ran()
+        return Ran(
+            batch_id=run.batch_id, seconds=seconds, finite=[found.get(place, False) for place in places],
+            false_claims=[place for place in places if place not in items], max_patches=self._bound.max_patches,
+        )  # fmt: skip
 
     def _pixels(self, run: Run, place: int) -> Item:
         shape = pixels_shape(run.num_frames[place], run.heights[place], run.widths[place])
@@ -198,7 +224,11 @@ class Rank:
 
     def _compare(self, compare: Compare) -> Compared:
         cached, fresh = (self._out(extent, compare.num_tokens) for extent in (compare.cached, compare.fresh))
-        found = difference(cached, fresh)
+        try:
+            found = difference(cached, fresh)
+        except FAILURES as error:
+            check_device(self._device)
+            return Compared(compare_id=compare.compare_id, error=reason_of(error))
         return Compared(
             compare_id=compare.compare_id,
             is_same_bits=found.is_same_bits,
@@ -223,15 +253,6 @@ class Rank:
 
 class LostPoolError(IpcError):
     """The pool that this rank was handed is of no use to it."""
-
-
-def _return_memory(device: torch.device) -> None:
-    """Give what a dropped model leaves back to the system and the device: allocators keep it for themselves."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
 
 
 def _end_process(fault: threading.ExceptHookArgs) -> None:

@@ -10,13 +10,15 @@ from ipc.devices import num_devices
 from ipc.pool import Extent
 from mmcache.config import Settings
 from mmcache.errors import CheckpointError, MMCacheError, SidecarError
+from mmcache.server.calibrations import CalibrationCache
 from mmcache.server.channel import Poller
-from mmcache.server.children import restart_delay_s
+from mmcache.server.children import Child, Spawn
 from mmcache.server.digests import DigestCache
 from mmcache.server.facts import ModelFacts
 from mmcache.server.ingest import Ingest
 from mmcache.server.pool_memory import PoolMemory
 from mmcache.server.rank import Rank
+from mmcache.server.slots import Death, Slot, counters, outage
 from mmcache.server.state import StateFolder
 
 log = logging.getLogger(__name__)
@@ -33,8 +35,10 @@ class Ranks:
 
     Attributes:
         seed: of content keys.
+        spawn: starts what does a rank's work.
         region_fd: gives the descriptor of a staging region, None if it is gone.
         model: what a rank that starts is told to load.
+        on_switch: told when another model is served from now on, before any rank begins with it.
         facts: what a rank must have loaded to take work; None before the first is warm.
     """
 
@@ -49,6 +53,7 @@ class Ranks:
         on_lost: Callable[[Rank], None],
         on_retired: Callable[[PoolMemory], None],
         on_evict: Callable[[Extent], None],
+        spawn: Spawn = Child,
     ) -> None:
         self.poller = poller
         self._settings = settings
@@ -59,25 +64,29 @@ class Ranks:
         self._on_lost = on_lost
         self._on_retired = on_retired
         self.on_evict = on_evict
+        self.on_switch: Callable[[], None] = lambda: None
+        self.spawn = spawn
         self._loop = asyncio.get_running_loop()
-        self._slots: list[Rank | None] = [None] * settings.ranks
-        self._left: list[PoolMemory | None] = [None] * settings.ranks
+        self._slots = [Slot(index) for index in range(settings.ranks)]
         self._num_devices = num_devices() if settings.device == "cuda" else 0
-        self._incarnations = [0] * settings.ranks
-        self._deaths_in_a_row = [0] * settings.ranks
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._stopping = False
         self._is_switching = False
         self._warm = asyncio.Event()
         self.digests = DigestCache(StateFolder(settings.state).digests_file)
+        self.calibrations = CalibrationCache(StateFolder(settings.state).calibrations_file)
         self.model = settings.model
         self.facts: ModelFacts | None = None
-        self.num_restarts = 0
 
     @property
     def ready(self) -> list[Rank]:
         """Ranks that take work."""
-        return [rank for rank in self._slots if rank is not None and rank.is_ready]
+        return [rank for rank in self._living() if rank.is_ready]
+
+    @property
+    def outage(self) -> str:
+        """Why nothing can be encoded, and will not be soon; empty while a rank is ready, or one is expected to be."""
+        return "" if self.ready else outage(self._slots)
 
     @property
     def pids(self) -> list[int]:
@@ -91,8 +100,9 @@ class Ranks:
             CheckpointError, ConfigError, SidecarError: a rank cannot start; the message says why.
         """
         self.digests.load()
-        for index in range(len(self._slots)):
-            self._spawn(index)
+        self.calibrations.load()
+        for slot in self._slots:
+            self._spawn(slot)
         await self._started
         assert self.facts is not None, "a ready rank brings the facts"
         return self.facts
@@ -106,20 +116,27 @@ class Ranks:
         """What a rank calls the device that it runs on. More ranks than devices share them."""
         return f"cuda:{index % self._num_devices}" if self._num_devices else "cpu"
 
+    def num_sharing(self, index: int) -> int:
+        """How many ranks run on a rank's device."""
+        return sum(self.device_of(other) == self.device_of(index) for other in range(len(self._slots)))
+
+    def counters(self) -> dict[str, object]:
+        """For the statistics: of all together, and of each by its number."""
+        return {"ready": len(self.ready), "outage": self.outage, "pids": self.pids, **counters(self._slots)}
+
     def unmap(self, region: int) -> None:
         """A staging region is gone."""
         for rank in self._living():
             rank.unmap(region)
 
-    def _spawn(self, index: int) -> None:
+    def _spawn(self, slot: Slot) -> None:
         if self._stopping:
             return
-        self._incarnations[index] += 1
-        pool_id = self._incarnations[index] << 8 | index
+        pool_id = slot.next_pool_id()
         try:
-            self._slots[index] = Rank(index, pool_id, self, self._settings, self._ingest, self._left[index])
+            slot.rank = Rank(slot.index, pool_id, self, self._settings, self._ingest, slot.left)
         except OSError as error:
-            self._restart(index, f"its process cannot be started: {error.strerror}")
+            self._restart(slot, f"its process cannot be started: {error.strerror}", "spawn")
 
     async def load(self, model: str) -> ModelFacts:
         """Every rank that is warm loads a model beside its own and goes on. All do, or none has it afterwards.
@@ -146,8 +163,8 @@ class Ranks:
         try:
             _, late = await asyncio.wait(loads, timeout=LOAD_TIMEOUT_S)
             for load in late:
-                loads[load].failure = SidecarError(f"it did not load a model within {LOAD_TIMEOUT_S:g} s")
-                loads[load].child.kill()
+                why = SidecarError(f"it did not load a model within {LOAD_TIMEOUT_S:g} s")
+                self.give_up(loads[load], why, "hung")
             if late:  # its death is their failure
                 await asyncio.wait(late)
         except asyncio.CancelledError:
@@ -174,8 +191,9 @@ class Ranks:
                 self._admit(rank)
             elif is_new:
                 assert not rank.is_ready, "every rank at work has loaded it"
-                rank.failure = SidecarError("the model changed while it started")
-                rank.child.kill()
+                self.give_up(rank, SidecarError("the model changed while it started"), "replaced")
+        if is_new:
+            self.on_switch()
         for rank in before:
             if is_new:
                 rank.batcher.recall()
@@ -200,12 +218,12 @@ class Ranks:
             raise SidecarError(f"model = {model}: no rank is alive to load it; restart the sidecar") from None
 
     def _living(self) -> list[Rank]:
-        return [rank for rank in self._slots if rank is not None]
+        return [slot.rank for slot in self._slots if slot.rank is not None]
 
     def on_ready(self, rank: Rank) -> None:
         """A rank is warm."""
         self.facts = self.facts or rank.facts
-        self._deaths_in_a_row[rank.index] = 0
+        self._slots[rank.index].warmed_up()
         self._warm.set()
         self._consider(rank)
 
@@ -217,41 +235,62 @@ class Ranks:
             if not self._is_switching:
                 self._admit(rank)
         elif not self._started.done():
-            rank.failure = CheckpointError(f"model = {self.model}: its files changed while the ranks read them")
-            rank.child.kill()
+            failure = CheckpointError(f"model = {self.model}: its files changed while the ranks read them")
+            self.give_up(rank, failure, "replaced")
         else:
+            rank.is_stale = True
             log.error("rank %d takes no work: the files of %s have changed; `mmcache reload`", rank.index, self.model)
 
     def _admit(self, rank: Rank) -> None:
-        if rank.is_ready:
+        if rank.is_ready or rank.is_given_up:
             return
-        rank.is_ready = True
+        rank.is_ready, rank.is_stale = True, False
         self._on_added(rank)
         if len(self.ready) == len(self._slots) and not self._started.done():
             self._started.set_result(None)
 
+    def on_out_of_memory(self, rank: Rank) -> None:
+        """A batch did not fit into a rank's memory. The rank goes on."""
+        self._slots[rank.index].num_out_of_memory += 1
+
+    def give_up(self, rank: Rank, failure: MMCacheError, death: Death) -> None:
+        """A rank is of no use any more: it takes no work from now on, and is killed.
+
+        What it has is lost when it is known to be dead, and no sooner: until then it may write.
+        """
+        if not rank.is_given_up:
+            rank.is_given_up, rank.failure, rank.death = True, failure, death
+            self._take_out(rank)
+            rank.child.kill()
+
     def on_exit(self, rank: Rank, reason: str) -> None:
         """A rank is dead: its pool has lost its writer; a new one is started."""
-        self._slots[rank.index] = None
-        memory = rank.memory
+        slot, memory = self._slots[rank.index], rank.memory
+        slot.rank = None
         if memory is not None:
-            self._left[rank.index] = memory if memory.outlives_its_rank and not rank.has_lost_pool else None
+            slot.left = memory if memory.outlives_its_rank and not rank.has_lost_pool else None
             memory.lose_writer()
+        self._take_out(rank)
+        if memory is not None and slot.left is None:
+            self._on_retired(memory)
+        if self._stopping:
+            return
+        is_warm = rank.facts is not None
+        death = rank.death or ("died" if is_warm else "start")
+        self._restart(slot, str(rank.failure or reason), death, rank)
+
+    def _take_out(self, rank: Rank) -> None:
         if rank.is_ready:
             rank.is_ready = False
             self._on_lost(rank)
-        if memory is not None and self._left[rank.index] is None:
-            self._on_retired(memory)
-        if not self._stopping:
-            self._restart(rank.index, str(rank.failure or reason), rank.failure)
 
-    def _restart(self, index: int, reason: str, failure: MMCacheError | None = None) -> None:
+    def _restart(self, slot: Slot, reason: str, death: Death, rank: Rank | None = None) -> None:
         if not self._started.done():
-            self._started.set_exception(failure or SidecarError(f"rank {index} cannot start: {reason}"))
+            failure = None if rank is None else rank.failure
+            self._started.set_exception(failure or SidecarError(f"rank {slot.index} cannot start: {reason}"))
         if self._started.exception() is not None:
             return
-        delay_s = restart_delay_s(self._deaths_in_a_row[index])
-        log.error("rank %d is lost: %s; restart in %.1f s", index, reason, delay_s)
-        self._deaths_in_a_row[index] += 1
-        self.num_restarts += 1
-        self._loop.call_later(delay_s, self._spawn, index)
+        was_warm, has_worked = rank is not None and rank.facts is not None, rank is not None and rank.has_worked
+        delay_s = slot.lost(reason, death, was_warm=was_warm, has_worked=has_worked)
+        log.error("rank %d is lost: %s; restart in %.1f s", slot.index, reason, delay_s)
+        self._loop.call_later(delay_s, self._spawn, slot)

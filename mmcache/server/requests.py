@@ -7,9 +7,9 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from mmcache.errors import ItemError
+from mmcache.errors import ItemError, Overloaded
 from mmcache.framing import Kind, pack_frame
-from mmcache.protocol import Recall, Unsettled
+from mmcache.protocol import MAX_RETRY_S, Recall, Unsettled
 from mmcache.records import GRANT_HEAD, KEY_BYTES, RESULTS_HEAD, SUPPLY_WINDOW, EncodeFrame
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Request:
         shares: what was granted, by position, and not recalled.
         recalled: shares that were; each is held until the client has acknowledged it.
         consumers: how many others may claim a share of each grant.
+        priority: code of its priority, see `PRIORITIES`.
         staged: tokens of deferred slices, by position.
         slices: what is staged for positions that are not settled.
         tokens: of the offers that went with grants, by position.
@@ -46,6 +47,7 @@ class Request:
         "_need",
         "_offered",
         "_reasons",
+        "_retry_after_s",
         "_timer",
         "_verify",
         "_window",
@@ -57,6 +59,7 @@ class Request:
         "holder",
         "keys",
         "open",
+        "priority",
         "recalled",
         "request_id",
         "shares",
@@ -72,6 +75,7 @@ class Request:
         self.call = call
         self.request_id = encode.request_id
         self.consumers = encode.consumers
+        self.priority = encode.priority
         self.staged = encode.staged
         self.keys: tuple[bytes, ...] = struct.unpack(f"{KEY_BYTES}s" * (len(keys) // KEY_BYTES), keys)
         self.open: dict[int, Flight] = {}
@@ -89,6 +93,7 @@ class Request:
         self._failed: list[int] = []
         self._errors: list[str] = []
         self._reasons: list[str] = []
+        self._retry_after_s = 0.0
         self._flush_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._window: asyncio.Semaphore | None = None
@@ -127,6 +132,8 @@ class Request:
         self._failed.append(position)
         self._errors.append(type(error).__name__)
         self._reasons.append(error.reason[:2000])
+        if isinstance(error, Overloaded):
+            self._retry_after_s = min(max(self._retry_after_s, error.retry_after_s), MAX_RETRY_S)
         self.connection.count_error(type(error).__name__)
         if (staged := self.slices.pop(position, None)) is not None:
             staged.ended(error)
@@ -151,9 +158,10 @@ class Request:
             more = Unsettled(
                 need=self._need, verify=self._verify, failed=self._failed, errors=self._errors, reasons=self._reasons,
                 offered=self._offered, tokens=[self.tokens[position] for position in self._offered],
+                retry_after_s=self._retry_after_s,
             )  # fmt: skip
             self._need, self._verify, self._failed, self._errors, self._reasons = [], [], [], [], []
-            self._offered = []
+            self._offered, self._retry_after_s = [], 0.0
         if self._granted or more is not None:
             body = b"".join((RESULTS_HEAD.pack(self.request_id), *self._granted))
             self._granted.clear()

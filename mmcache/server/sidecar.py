@@ -12,19 +12,16 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from mmcache.config import Settings
-from mmcache.errors import SidecarError
 from mmcache.server.coordinator import Coordinator
 from mmcache.server.ingest import Ingest
 from mmcache.server.listener import Listener
 from mmcache.server.state import load_or_create_seed, prepare_state
-from mmcache.tiers.lmdb import LmdbTier
-from mmcache.tiers.tiered import TieredStore
+from mmcache.server.stores import open_store
 from mmcache.transport import raise_descriptor_limit
 
 log = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 0.5
-STORE_OPEN_TIMEOUT_S = 30.0
 COLLECT_RARELY = (50_000, 20, 100)
 """Leases are many small objects and no cycles: looking for cycles every 700 of them takes as long as granting them."""
 
@@ -46,7 +43,7 @@ async def _serve(settings: Settings, announce: Callable[[Coordinator], None]) ->
     try:
         async with _Signals() as signals:
             seed = load_or_create_seed(state)
-            opening = asyncio.ensure_future(_open_store(settings))
+            opening = asyncio.ensure_future(open_store(settings))
             if not await signals.before(opening):
                 return
             coordinator = Coordinator(settings, seed, Ingest(settings.ingest_bytes), opening.result())
@@ -87,20 +84,6 @@ def _accept_from(listener: Listener, coordinator: Coordinator) -> None:
 
     if listener.is_listening:
         loop.add_reader(listener.fileno(), accept)
-
-
-async def _open_store(settings: Settings) -> TieredStore:
-    tiers = []
-    if settings.store_path is not None:
-        try:
-            async with asyncio.timeout(STORE_OPEN_TIMEOUT_S):
-                tiers.append(await LmdbTier.open(settings.store_path, settings.store_bytes))
-        except TimeoutError:
-            reason = f"could not be opened within {STORE_OPEN_TIMEOUT_S} s; another process may be writing to it"
-            raise SidecarError(f"store = {settings.store}: {reason}") from None
-    # What waits to be written is pinned in the pool: it must never fill it.
-    share = settings.ranks * settings.pool_bytes // 4
-    return TieredStore(tiers, settings.store_timeout_ms / 1000, min(settings.write_behind_bytes, share))
 
 
 class _Signals:

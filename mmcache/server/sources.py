@@ -57,11 +57,23 @@ def sizes(pixels: Pixels | StagedPixels, facts: ModelFacts) -> tuple[Grid, int, 
     Raises:
         UnsupportedItem: the model does not take a chunk of that many frames, or such rows.
     """
-    try:
-        if isinstance(pixels, StagedPixels):
+    if isinstance(pixels, StagedPixels):
+        try:
             grid = pixels.grid(facts)
-        else:
-            grid = grid_thw(pixels.width, pixels.height, facts.processor, pixels.num_frames)
+        except ImageError as error:
+            raise UnsupportedItem(str(error)) from error
+    else:
+        grid = decoded_grid(pixels.height, pixels.width, pixels.num_frames, facts)
+    return grid, num_patches(grid), num_tokens(grid, facts.processor.merge_size)
+
+
+def decoded_grid(height: int, width: int, num_frames: int, facts: ModelFacts) -> Grid:
+    """Patches in time, height and width of decoded pixels, which may be on their way still.
+
+    Raises:
+        UnsupportedItem: as `sizes`.
+    """
+    try:
+        return grid_thw(width, height, facts.processor, num_frames)
     except ImageError as error:
         raise UnsupportedItem(str(error)) from error
-    return grid, num_patches(grid), num_tokens(grid, facts.processor.merge_size)

@@ -16,6 +16,8 @@ from ipc.staging import Staged, StagedState
 from mmcache.errors import (
     DeadlineExceeded,
     ItemError,
+    NoRanks,
+    Overloaded,
     PoolExhausted,
     SliceGone,
     TooManyLeases,
@@ -34,7 +36,7 @@ OVER = (
     "the staged pixels are gone: they were cancelled, their embedding went with its rank or its model, or the process "
     "that staged them is gone"
 )
-PASSING = (DeadlineExceeded, PoolExhausted, TooManyLeases)
+PASSING = (DeadlineExceeded, NoRanks, Overloaded, PoolExhausted, TooManyLeases)
 """Errors of one request that say nothing about the pixels."""
 
 

@@ -33,6 +33,11 @@ class StateFolder:
         """Where digests of weights are kept; may be removed at any time."""
         return self.path / "digests.json"
 
+    @property
+    def calibrations_file(self) -> Path:
+        """Where measured costs are kept; may be removed at any time."""
+        return self.path / "calibrations.json"
+
 
 def prepare_state(path: Path) -> StateFolder:
     """Create the folder with mode 0700 if it is missing, and check who may change it.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ipc.leases import Holder
 from ipc.shares import HolderState
 from mmcache._version import __version__
+from mmcache.server.costs import error_counters
 from mmcache.server.keepings import Keeping, extents_held, keepings
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
     return {
         "version": __version__,
         "pid": os.getpid(),
+        "ready": not ranks.outage,
         "uptime_seconds": round(time.monotonic() - stats.started_s, 3),
         "model": facts.model,
         "fingerprint": str(facts.fingerprint),
@@ -96,13 +98,8 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "room_waits": stats.room_waits,
             "recalls": stats.recalls,
         },
-        "ranks": {
-            "configured": settings.ranks,
-            "ready": len(ranks.ready),
-            "restarts": ranks.num_restarts,
-            "pids": ranks.pids,
-        },
-        "decoders": {"restarts": coordinator.decoders.num_restarts, "pids": coordinator.decoders.pids},
+        "ranks": ranks.counters(),
+        "decoders": coordinator.decoders.counters(),
         "ingest": {
             "bytes_total": coordinator.ingest.region.nbytes,
             "bytes_used": coordinator.ingest.bytes_used,
@@ -112,9 +109,17 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
         "encode": {
             "seconds": round(stats.encode_seconds, 6),
             "batches": coordinator.pools.num_past_batches + sum(rank.batcher.num_batches for rank in ranks.ready),
-            "queued": sum(len(rank.batcher) for rank in ranks.ready),
+            "queued": len(coordinator.scheduler) + sum(len(rank.batcher) for rank in ranks.ready),
         },
+        "queue": {
+            "flights": len(coordinator.flights),
+            "max_items": settings.max_queued_items,
+            **coordinator.scheduler.counters(),
+        },
+        "batches": coordinator.scheduler.batch_counters(),
         "loop_lag": coordinator.lag.counters(),
+        "cost": error_counters([rank.cost for rank in ranks.ready])
+        | {"ranks": [rank.cost.counters() for rank in ranks.ready]},
         "store": coordinator.store.counters(),
         "verify": dict(coordinator.verifier.counters),
     }

@@ -18,11 +18,13 @@ from ipc.pool import Extent
 from mmcache.errors import ItemError
 from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.records import GRANT_EXTENT
-from mmcache.server.batcher import EncodeJob, RankLostError, RecalledError
+from mmcache.server.batcher import BatchFailedError, RankLostError, RecalledError
+from mmcache.server.decode_job import Job
 from mmcache.server.decoders import Supplied
 from mmcache.server.flight import Waiter
 from mmcache.server.ingest import IngestBusyError
 from mmcache.server.messages import Compared
+from mmcache.server.microbatch import EncodeJob
 from mmcache.server.rank import Rank
 from mmcache.server.requests import Request
 from mmcache.server.sources import sizes
@@ -91,6 +93,9 @@ class _Expected:
 
 class _NoVerdictError(Exception):
     """The verification would take what requests need, or what it was about has changed."""
+
+
+NO_VERDICT = (_NoVerdictError, IngestBusyError, BatchFailedError, RankLostError, RecalledError)
 
 
 class Verifier:
@@ -187,7 +192,7 @@ class Verifier:
         try:
             fault = await self._fault(expected, supplied)
             outcome = "mismatched" if fault else "matched"
-        except (_NoVerdictError, ItemError, IngestBusyError, RankLostError, RecalledError) as error:
+        except (*NO_VERDICT, ItemError) as error:
             log.debug("a verification was dropped: %r", error)
         finally:
             self.counters[outcome] += 1
@@ -211,7 +216,7 @@ class Verifier:
         return fault
 
     async def _compare(self, rank: Rank, extent: Extent, key: bytes, supplied: Supplied) -> str:
-        pixels = await self._home.decoders.decode(supplied, key, is_urgent=False)
+        pixels = await self._home.decoders.decode(Job(supplied, key, is_urgent=False))
         try:
             if self._home.pools.get(key) is not extent:  # it was removed, or the model changed
                 raise _NoVerdictError
@@ -227,7 +232,8 @@ class Verifier:
             if fresh is None:
                 raise _NoVerdictError
             try:
-                await rank.batcher.submit(EncodeJob(pixels, fresh, patches, tokens, cost_s))
+                job = EncodeJob(pixels, patches, tokens, fresh.nbytes, cost_s)
+                await rank.batcher.submit(job.bind(rank, fresh))
                 if self._home.pools.get(key) is not extent:
                     raise _NoVerdictError
                 return self._judged(await rank.compare(extent, fresh, tokens))

@@ -12,8 +12,10 @@ from mmcache.server.rank_model import load_model
 START = StartRank(model="", device="cpu", dtype="float32", num_threads=1, pool_bytes=1 << 20, seed=1)
 
 
-def report_of(folder: Path, known: dict[str, str] | None = None, **start: Any) -> ModelReport:
-    return load_model(START.model_copy(update=start), str(folder), known or {}).report
+def report_of(
+    folder: Path, known: dict[str, str] | None = None, costs: dict[str, list[float]] | None = None, **start: Any
+) -> ModelReport:
+    return load_model(START.model_copy(update=start), str(folder), known or {}, costs or {}).report
 
 
 def change_one_weight(folder: Path) -> None:

@@ -101,9 +101,9 @@ class SidecarProcess:
             self.stop()
 
 
-def encode_frame(keys: bytes, timeout_ms: int = 60_000, request_id: int = 1) -> OutgoingFrame:
+def encode_frame(keys: bytes, timeout_ms: int = 60_000, request_id: int = 1, priority: int = 0) -> OutgoingFrame:
     """An ENCODE that no client would send: for keys end to end."""
-    head = ENCODE_HEAD.pack(request_id, timeout_ms, request_id, len(keys) // KEY_BYTES, 0, 0)
+    head = ENCODE_HEAD.pack(request_id, timeout_ms, request_id, len(keys) // KEY_BYTES, 0, 0, priority)
     return pack_frame(Kind.ENCODE, None, head + keys)
 
 

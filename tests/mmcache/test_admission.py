@@ -34,7 +34,7 @@ def put(ask_id: int) -> OutgoingFrame:
 def part(request_id: int, call_id: int, number: int) -> OutgoingFrame:
     """Of a call that has more parts."""
     key = number.to_bytes(16, "little")
-    return pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(request_id, HOUR_MS, call_id, 1, 0, 1) + key)
+    return pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(request_id, HOUR_MS, call_id, 1, 0, 1, 0) + key)
 
 
 async def full(home: Coordinator) -> RawClient:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from ipc.pool import Pool
-from mmcache.server.batcher import Batcher, EncodeJob, RankLostError
+from mmcache.server.batcher import Batcher, RankLostError
 from mmcache.server.decoders import Pixels
 from mmcache.server.ingest import IngestSlice
 from mmcache.server.messages import Ran, Run
+from mmcache.server.microbatch import EncodeJob
 
 
 async def queued(patches_per_second: int, sent: list[Run]) -> tuple[Batcher, list[asyncio.Future[float]]]:
@@ -16,7 +17,8 @@ async def queued(patches_per_second: int, sent: list[Run]) -> tuple[Batcher, lis
     batcher = Batcher(sent.append, 4, patches_per_second)
     extents = [extent for _ in range(3) if (extent := pool.reserve(64))]
     return batcher, [
-        batcher.submit(EncodeJob(Pixels(IngestSlice(0, 12), 1, 2, 2), extent, 4, 1, 1.0)) for extent in extents
+        batcher.submit(EncodeJob(Pixels(IngestSlice(0, 12), 1, 2, 2), 4, 1, 64, 1.0, extent=extent))
+        for extent in extents
     ]
 
 

@@ -74,6 +74,8 @@ def test_pool_is_rounded_up_to_the_page() -> None:
         ({"ranks": "0"}, r"ranks = '0' \(flag --ranks\): must be auto or a whole number, 1 to 64"),
         ({"ranks": "many"}, "must be auto or a whole number"),
         ({"ranks": True}, "not a truth value"),
+        ({"decoders": "65"}, r"decoders = '65' \(flag --decoders\): must be auto or a whole number, 1 to 64"),
+        ({"decoders": False}, "not a truth value"),
         ({"device": "cuda"}, r"device = 'cuda' \(flag --device\): no CUDA device is visible"),
         ({"device": "tpu"}, "must be auto, cpu or cuda"),
         ({"dtype": "float16"}, "must be auto, float32 or bfloat16"),
@@ -145,3 +147,12 @@ def test_paths_are_absolute_and_stores_decoded() -> None:
     assert settings.store_path == Path("/srv/my store.lmdb")
     assert load_settings({"state": "/with space"}, HOME).store_path == Path("/with space/embeddings.lmdb")
     assert load_settings({"store": "none"}, HOME).store_path is None
+
+
+@pytest.mark.parametrize(("num_cores", "num_decoders"), [(1, 1), (2, 1), (3, 1), (8, 4), (16, 8), (192, 8)])
+def test_decoders_by_the_cores_that_the_sidecar_may_use(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, num_decoders: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)))
+    assert load_settings({}, HOME).decoders == num_decoders
+    assert load_settings({"decoders": "64"}, HOME).decoders == 64

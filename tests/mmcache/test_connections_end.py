@@ -44,7 +44,7 @@ def test_a_connection_dies_with_its_socket(no_collection: None, tmp_path: Path) 
                 )
                 assert {(await client.receive()).kind for _ in range(2)} == {Kind.RESULTS, Kind.LOOKUP_REPLY}
             if num_asked > 1:
-                unended = ENCODE_HEAD.pack(3, 60_000, 3, 1, 0, 1) + bytes([1]) * 16
+                unended = ENCODE_HEAD.pack(3, 60_000, 3, 1, 0, 1, 0) + bytes([1]) * 16
                 await client.send(pack_frame(Kind.ENCODE, None, unended))
                 await client.send(pack_frame(Kind.LEASES, LeasesRequest(ask_id=4)))
                 await client.send(pack_frame(Kind.STATS, StatsRequest(ask_id=5)))

@@ -198,6 +198,7 @@ def test_processes_come_back_when_descriptors_do(sidecar: SidecarProcess) -> Non
         eventually(lambda: client.stats()["ranks"]["restarts"] >= 2, "it tries and fails")
         assert client.stats()["ranks"]["ready"] == 0
         resource.prlimit(sidecar.pid, resource.RLIMIT_NOFILE, before)
+        eventually(lambda: bool(client.stats()["ready"]), "a rank is expected or back", 60)
         with client.encode([image(1)])[0] as lease:
             assert lease.origin == "encoded"
 

@@ -14,7 +14,8 @@ import pytest
 from encoder import stamps
 from encoder.errors import CheckpointError
 from encoder.model import Encoder
-from mmcache.server.digests import MAX_ENTRIES, DigestCache
+from mmcache.server.digests import DigestCache
+from mmcache.server.state_cache import MAX_ENTRIES
 from tests.mmcache.model_reports import change_one_weight, change_settings, report_of
 from tests.mmcache.support import SidecarProcess
 from tests.mmcache.weights import write_checkpoint

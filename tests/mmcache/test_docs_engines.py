@@ -1,4 +1,4 @@
-"""docs/engines.md: its example runs, and prints what the page says."""
+"""docs/engines.md: its examples run, and print what the page says."""
 
 from __future__ import annotations
 
@@ -30,3 +30,12 @@ def test_the_example_runs_as_the_page_says(sidecar: SidecarProcess, tmp_path: Pa
     assert (done.returncode, done.stdout, done.stderr) == (0, block("The scheduler prints:", "text"), "")
     stats = sidecar.stats()
     assert (stats["items"]["encoded"], stats["leases"]["active"], stats["staging"]["bytes_used"]) == (2, 0, 0)
+
+
+def test_the_example_without_a_sidecar_runs_as_the_page_says(tmp_path: Path) -> None:
+    code = block("`AsyncClient.local` is its twin.", "python")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        env=clean_environ(PYTHONPATH=str(ROOT), MMCACHE_STATE=str(tmp_path / "state")),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, block("It prints:", "text"), "")

@@ -85,7 +85,7 @@ def test_what_is_out(tmp_path: Path) -> None:
     for name, value in left_out.items():
         assert fingerprint_of(folder, **{name: value}) == before, name
     report, settings = report_of(folder), settings_of(folder)
-    measured = report.model_copy(update={"cost": [9.0, 9.0, 9.0], "identity": ""})
+    measured = report.model_copy(update={"cost": [9.0] * 5, "cost_identity": "", "identity": ""})
     assert facts_of(settings, "another name", measured).fingerprint == before
     (folder / "model.safetensors").touch()
     (folder / "tokenizer.json").write_text("{}")
@@ -97,9 +97,11 @@ def test_every_setting_is_in_or_out() -> None:
     inside = {"model", "dtype", "orientation", "deterministic"}
     outside = {
         "device", "ranks", "pool_bytes", "ingest_bytes", "state", "store", "store_bytes", "socket", "control_words",
-        "max_item_bytes", "max_pixels", "decode_timeout_s", "verify_sample", "max_batch_patches", "drain_timeout_s",
+        "max_item_bytes", "max_pixels", "decode_timeout_s", "encode_timeout_s", "verify_sample",
+        "max_batch_patches", "drain_timeout_s",
         "store_timeout_ms", "write_behind_bytes", "log_level", "staging_bytes", "staging_bytes_total", "lease_limit_s",
-        "lease_limit_action", "max_patches_per_second", "device_bytes", "stream_priority",
+        "lease_limit_action", "max_patches_per_second", "device_bytes", "stream_priority", "batch_wait_ms",
+            "max_queued_items",
     }  # fmt: skip
     assert Settings.model_fields.keys() == inside | outside
     table = (Path(__file__).parents[2] / "docs" / "fingerprint.md").read_text()

@@ -65,7 +65,7 @@ def test_another_protocol_version_is_named(shared_sidecar: SidecarProcess, monke
     from mmcache import handshake
 
     monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 99)
-    with pytest.raises(mmcache.ProtocolMismatch, match=r"protocol 99, this sidecar \(.*\) speaks 2"):
+    with pytest.raises(mmcache.ProtocolMismatch, match=r"protocol 99, this sidecar \(.*\) speaks 3"):
         shared_sidecar.connect()
 
 
@@ -95,16 +95,18 @@ def test_hostile_frames_cut_off_their_sender(shared_sidecar: SidecarProcess, tmp
     plain = os.open(tmp_path, os.O_RDONLY)
     sealed, _ = sealed_copy("sealed", [b"abc"])
     cases: list[tuple[bytes, list[int]]] = [
-        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 1, 0, 0) + bytes(17)).data, []),
-        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 2, 0, 0) + bytes(16)).data, []),
-        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 1, 1025, 0) + bytes(16)).data, []),
+        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 1, 0, 0, 0) + bytes(17)).data, []),
+        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 2, 0, 0, 0) + bytes(16)).data, []),
+        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 1, 1025, 0, 0) + bytes(16)).data, []),
         (
-            pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 1, 0, 0) + bytes(16) + STAGED_ITEM.pack(1, 7)).data,
+            pack_frame(
+                Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 1, 0, 0, 0) + bytes(16) + STAGED_ITEM.pack(1, 7)
+            ).data,
             [],
         ),
-        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 0, 0, 0)).data, []),
+        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 0, 0, 0, 0)).data, []),
         (pack_frame(Kind.ENCODE, None, b"").data, []),
-        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 1025, 0, 0) + bytes(16 * 1025)).data, []),
+        (pack_frame(Kind.ENCODE, None, ENCODE_HEAD.pack(1, 1, 1, 1025, 0, 0, 0) + bytes(16 * 1025)).data, []),
         (pack_frame(Kind.WELCOME, StatsRequest(ask_id=1)).data, []),
         (pack_frame(Kind.RESULTS, None, bytes(4)).data, []),
         (pack_frame(Kind.ACKNOWLEDGE, StatsRequest(ask_id=1), b"123").data, []),

@@ -16,10 +16,11 @@ import pytest
 
 import mmcache
 from ipc.pool import Extent, Pool
-from mmcache.server.batcher import Batcher, EncodeJob, RankLostError, RecalledError
+from mmcache.server.batcher import Batcher, RankLostError, RecalledError
 from mmcache.server.decoders import Pixels
 from mmcache.server.ingest import IngestSlice
 from mmcache.server.messages import Ran, Run
+from mmcache.server.microbatch import EncodeJob
 from tests.mmcache.support import SidecarProcess, eventually, image
 from tests.mmcache.weights import CONFIG, write_checkpoint
 
@@ -131,7 +132,7 @@ def test_the_sidecar_stops_during_a_reload(tmp_path: Path) -> None:
 
 
 def job(extent: Extent) -> EncodeJob:
-    return EncodeJob(Pixels(IngestSlice(0, 12), 1, 2, 2), extent, 4, 1, 1.0)
+    return EncodeJob(Pixels(IngestSlice(0, 12), 1, 2, 2), 4, 1, 64, 1.0, extent=extent)
 
 
 def in_loop(test: Callable[[Batcher, list[Run], list[EncodeJob]], Any]) -> None:

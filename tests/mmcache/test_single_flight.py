@@ -153,3 +153,34 @@ def test_keys_do_not_depend_on_the_client(sidecar: SidecarProcess) -> None:
         (part,) = cut([b"abc"], one._core.hasher.key, 1000, on_error=lambda *_: None)
         media = part.media(0)
         assert one.key(b"abc") == KeyHasher(one._core.welcome.seed).key(media.kind, media.header, media.raw)
+
+
+def test_one_failure_for_all_who_wait_and_a_new_try_for_who_comes(sidecar: SidecarProcess) -> None:
+    """The rank is killed with the item in its hands, and so is the next one: that was its second and last try."""
+    picture = image(8, 1400, 1400)
+    with sidecar.connect(timeout=120) as one, sidecar.connect(timeout=120) as two, sidecar.connect() as observer:
+        results: list[Any] = []
+
+        def wait(client: mmcache.Client) -> None:
+            results.extend(client.encode([picture], errors="return"))
+
+        threads = [threading.Thread(target=wait, args=(client,)) for client in (one, two)]
+        (rank,) = observer.stats()["ranks"]["pids"]
+        os.kill(rank, signal.SIGSTOP)
+        for thread in threads:
+            thread.start()
+        eventually(lambda: observer.stats()["items"]["joined"] == 1, "both wait")
+        eventually(lambda: observer.stats()["batches"]["begun"] == 1, "the rank has it")
+        os.kill(rank, signal.SIGKILL)
+        eventually(lambda: observer.stats()["batches"]["begun"] == 2, "the next rank has it", 60)
+        (rank,) = observer.stats()["ranks"]["pids"]
+        os.kill(rank, signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+        assert [type(result) for result in results] == [mmcache.EncodeFailed] * 2
+        assert str(results[0]) == str(results[1])
+        assert "the ranks died" in str(results[0])
+        with one.encode([picture])[0] as lease:
+            assert lease.origin == "encoded"
+        stats = observer.stats()
+        assert (stats["items"]["encoded"], stats["batches"]["retried"]) == (1, 1)

@@ -4,7 +4,6 @@ Shape suffixes: T patches of all items, H heads, d width of a head.
 """
 
 import importlib.util
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,22 +19,20 @@ from encoder.spans import Spans
 AttentionKernel: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Spans], torch.Tensor]
 """Takes q, k and v, parts of one `[T, 3, H, d]`; returns softmax(q k' / sqrt(d)) v within each span, `[T, H, d]`."""
 
-NUM_TIMINGS: Final = 7
-LITTLE_WORK: Final = 1 << 21
-"""Patches times those of the longest item."""
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """A kernel, the module that it comes from, and whether a graph of it can be captured and told other spans.
+    """A kernel and the module that it comes from.
 
-    cuDNN's form for packed sequences cannot: it makes a plan, on the host, for all lengths together, in each call.
+    `fits_graphs`: a graph of it can be captured and told other spans. `is_quick`: it is worth to be measured; cuDNN's
+    form for packed sequences makes a plan for all lengths together in each call, on the host, which takes 50 ms.
     """
 
     name: str
     module: str
     load: Callable[[], AttentionKernel]
-    fits_graphs: bool
+    fits_graphs: bool = True
+    is_quick: bool = True
 
     def is_installed(self) -> bool:
         """Whether the kernel's module is there; the device may still refuse it."""
@@ -127,14 +124,14 @@ BACKENDS: Final[Mapping[str, AttentionBackend]] = MappingProxyType(
     {
         backend.name: backend
         for backend in (
-            AttentionBackend("fa3", "fa3_fwd_interface", _load_fa3, True),
-            AttentionBackend("flash-attn-4", "flash_attn.cute", _load_flash("flash_attn.cute"), True),
-            AttentionBackend("flash-attn-3", "flash_attn_interface", _load_flash("flash_attn_interface"), True),
-            AttentionBackend("flash-attn-2", "flash_attn", _load_flash("flash_attn"), True),
-            AttentionBackend("cudnn", "torch", _load_cudnn, False),
-            AttentionBackend("torch-varlen", "torch.nn.attention.varlen", _load_torch_varlen, True),
-            AttentionBackend("triton", "triton", _load_triton, True),
-            AttentionBackend("sdpa", "torch", _load_sdpa, False),
+            AttentionBackend("fa3", "fa3_fwd_interface", _load_fa3),
+            AttentionBackend("flash-attn-4", "flash_attn.cute", _load_flash("flash_attn.cute")),
+            AttentionBackend("flash-attn-3", "flash_attn_interface", _load_flash("flash_attn_interface")),
+            AttentionBackend("flash-attn-2", "flash_attn", _load_flash("flash_attn")),
+            AttentionBackend("cudnn", "torch", _load_cudnn, fits_graphs=False, is_quick=False),
+            AttentionBackend("torch-varlen", "torch.nn.attention.varlen", _load_torch_varlen),
+            AttentionBackend("triton", "triton", _load_triton),
+            AttentionBackend("sdpa", "torch", _load_sdpa, fits_graphs=False),
         )
     }
 )
@@ -148,67 +145,3 @@ def load_attention(name: str) -> AttentionKernel:
     if not backend.is_installed():
         raise EncoderError(f"attention {name}: {backend.module} is not installed")
     return backend.load()
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionChoice:
-    """The kernels, by their names in `BACKENDS`, of batches that are little work for attention, and of all others.
-
-    Little work is a matter of latency, where FlashAttention-3 is not the fastest: on an H200, one layer of 1 x 1024
-    patches takes 28 us with `fa3` and 22 with `triton`, 16 x 256 takes 40 and 31; 4 x 1024 takes 70 and 80, 4 x 4096
-    takes 698 and 1053.
-    """
-
-    small: str
-    large: str
-
-    def load(self) -> AttentionKernel:
-        """Return one kernel that is the one or the other. Raises `EncoderError` as `load_attention` does."""
-        if self.small == self.large:
-            return load_attention(self.small)
-        small, large = load_attention(self.small), load_attention(self.large)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans) -> torch.Tensor:
-            return (small if is_little_work(spans) else large)(q, k, v, spans)
-
-        return attend
-
-    def fits_graphs(self) -> bool:
-        """Whether a graph of either can be told other spans."""
-        return BACKENDS[self.small].fits_graphs and BACKENDS[self.large].fits_graphs
-
-
-def is_little_work(spans: Spans) -> bool:
-    """Decided by bounds of the batch, not by its spans, so that it is the same for all batches of a graph."""
-    return spans.num_patches * spans.max_seqlen <= LITTLE_WORK
-
-
-def measure_attention(qkv_T3Hd: torch.Tensor, mix: Sequence[Spans]) -> dict[str, float]:
-    """Return the seconds that each kernel that works on this CUDA device takes for all batches of `mix`, fastest first.
-
-    `qkv_T3Hd` has the rows of the largest batch. A kernel that the device refuses is left out.
-    """
-    found: dict[str, float] = {}
-    for name, backend in BACKENDS.items():
-        if not backend.is_installed():
-            continue
-        try:
-            kernel = backend.load()
-            found[name] = sum(_seconds(kernel, qkv_T3Hd, spans) for spans in mix)
-        except (ImportError, RuntimeError, NotImplementedError):
-            continue
-    return dict(sorted(found.items(), key=lambda pair: pair[1]))
-
-
-def _seconds(kernel: AttentionKernel, qkv_T3Hd: torch.Tensor, spans: Spans) -> float:
-    q, k, v = qkv_T3Hd[: spans.num_patches].unbind(1)
-    kernel(q, k, v, spans)
-    times = []
-    for _ in range(NUM_TIMINGS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        kernel(q, k, v, spans)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return float(statistics.median(times))

@@ -47,8 +47,8 @@ class DevicePreprocessor:
 
         An item is uint8 and contiguous on the device, at any address: an image `[height, width, 3]`, or a chunk
         `[frames, height, width, 3]`; `grids` are those of `encoder.sizing.grid_thw`. Items are read by work on the
-        current stream, without waiting for it. Given `out` of the rows' shape, contiguous, it is written and
-        returned; otherwise the caller owns a new tensor. Raises `ImageError` before any work if an item, a grid or
+        current stream, without waiting for it. Given `out` of the rows' shape, whose rows may lie apart, it is written
+        and returned; otherwise the caller owns a new tensor. Raises `ImageError` before any work if an item, a grid or
         `out` does not fit.
         """
         if len(items) != len(grids):
@@ -80,6 +80,7 @@ class DevicePreprocessor:
             self._channels,
             out,
             self._patch,
+            out.stride(0),
             tiling.finish_rows,
             tiling.finish_columns,
             mix.is_fused,
@@ -103,9 +104,9 @@ class DevicePreprocessor:
         if out is None:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
         fits = tuple(out.shape) == shape and out.dtype == self._dtype and out.device == self._device
-        if not fits or not out.is_contiguous():
+        if not fits or out.stride(1) != 1 or out.stride(0) < shape[1]:
             raise ImageError(
-                f"out must be contiguous {self._dtype} {list(shape)} on {self._device}, got {out.dtype} "
+                f"out must be rows of {self._dtype} {list(shape)} on {self._device}, got {out.dtype} "
                 f"{list(out.shape)} with strides {out.stride()} on {out.device}"
             )
         return out

@@ -2,8 +2,8 @@
 
 A batch is padded to the next bucket with rows of zeros, which belong to spans of their own: no item sees them, and
 what becomes of them is not read. All that differs between batches of one bucket is in two tensors, patch rows and
-the table of spans, so a replay is two copies and one launch. Graphs run one after the other on one stream, so all
-share their memory.
+the table of spans, so a replay is a copy and a launch. Graphs run one after the other on one stream, so all share
+their memory. The last product is not part of them: it writes where each embedding is wanted.
 """
 
 from collections import OrderedDict
@@ -13,100 +13,162 @@ from typing import Final
 
 import torch
 
+from encoder.attention_choice import AttentionChoice
+from encoder.capture import capture, side_stream
 from encoder.device_forward import DeviceForward
+from encoder.device_options import GRAPH_BYTES
 from encoder.sizing import Grid
 from encoder.spans import NUM_FILLERS, TILE_ROWS, Spans, SpansShape, exact_shape, plan_spans
 
 STEPS_PER_OCTAVE: Final = 16
 SMALLEST_STEP: Final = 64
-WARM_RUNS: Final = 2
+MAX_SEEN: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """The largest batch that has a graph, and how many graphs are kept; the least recently used goes first."""
+    """The largest batch that has a graph, and how many graphs are kept; the least recently used goes first.
 
-    max_patches: int = 8192
+    Launching a pass takes a host 8.5 ms (H200), as long as the device takes for 4096 patches: beyond, a graph would
+    gain nothing and lose what its padding takes, up to a sixteenth. `max_bytes`: of device memory that all graphs
+    together may take; 96 MiB suffice for 4096 patches of the true shape.
+    """
+
+    max_patches: int = 4096
     max_items: int = 64
     max_graphs: int = 64
+    max_bytes: int = GRAPH_BYTES
 
 
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     spans: Spans
-    patches: torch.Tensor
-    out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bucketed:
+    """A batch that has a graph. Its rows are to be written to `rows`, `[patches of the batch, patch values]`."""
+
+    shape: SpansShape
+    rows: torch.Tensor
 
 
 class GraphCache:
-    """Runs batches through graphs that are captured when their bucket is first seen. For one thread at a time."""
+    """Graphs that are captured when their bucket is seen for the second time. For one thread at a time.
 
-    def __init__(self, forward: DeviceForward, limits: GraphLimits) -> None:
-        """Take the memory of the largest batch's patch rows; everything else is taken by the first capture."""
+    `num_bytes`: device memory that they take. `failure`: why there are none and will be none, or nothing.
+    """
+
+    def __init__(self, forward: DeviceForward, choice: AttentionChoice, limits: GraphLimits) -> None:
+        """Take the memory of the largest batch's first and last rows; everything else is taken by captures."""
+        self.limits = limits
+        self.failure = ""
+        self.num_evicted = 0
         self._forward = forward
-        self._limits = limits
+        self._choice = choice
+        self._max_patches = limits.max_patches
         weight = next(forward.model.parameters())
         self._device = weight.device
         self._rows = torch.zeros(limits.max_patches, forward.patch_values, dtype=weight.dtype, device=weight.device)
+        tokens, width = -(-limits.max_patches // forward.config.merge_size**2), forward.config.merged_width
+        self._hidden = torch.empty(tokens, width, dtype=weight.dtype, device=weight.device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._pool_bytes = 0
+        self._stream: torch.cuda.Stream | None = None
         self._graphs: OrderedDict[SpansShape, _Captured] = OrderedDict()
+        self._seen: OrderedDict[SpansShape, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._graphs)
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all graphs and of the rows that they share."""
+        return self._pool_bytes + self._rows.nbytes + self._hidden.nbytes
+
     def bucket(self, grids: Sequence[Grid]) -> SpansShape | None:
-        """Return the shape to which a batch is padded, or None if it is too large for a graph."""
+        """Return the shape to which a batch is padded, or None if it can have no graph."""
         own = exact_shape(grids, self._forward.config)
-        if own.num_patches > self._limits.max_patches or len(grids) > self._limits.max_items:
+        if self.failure or own.num_patches > self._max_patches or len(grids) > self.limits.max_items:
             return None
-        return bucket_of(own, self._forward.config.merge_size)
+        shape = bucket_of(own, self._forward.config.merge_size)
+        fits = shape.num_patches <= self._max_patches and self._choice.fits_graphs(shape)
+        return shape if fits else None
 
     def warm(self, batches: Iterable[Sequence[Grid]]) -> None:
-        """Capture the graphs of the buckets that these batches fall into."""
+        """Capture the graphs of the buckets that these batches fall into. Large ones first take the least memory."""
         for grids in batches:
-            if (shape := self.bucket(grids)) is not None:
-                self._captured(shape, grids)
+            if (shape := self.bucket(grids)) is not None and shape not in self._graphs:
+                self._capture(shape, grids)
 
-    def run(self, patches_TP: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Return the embeddings of a batch that has a bucket, `[N, text width]`, valid until the next call.
-
-        `patches_TP` are `[T, values of a patch]` on the device, padded or not. Nothing waits for the device unless
-        the bucket has to be captured.
-        """
+    def begin(self, grids: Sequence[Grid]) -> Bucketed | None:
+        """Return where a batch's rows are to be written for `run`, or None if it has no graph now."""
         shape = self.bucket(grids)
-        assert shape is not None, "the caller asked for the bucket"
-        captured = self._captured(shape, grids)
-        spans = plan_spans(grids, self._forward.config, self._device, shape)
+        if shape is None:
+            return None
+        if shape not in self._graphs and self._is_seen_again(shape):
+            self._capture(shape, grids)
+        if shape not in self._graphs:
+            return None
+        self._graphs.move_to_end(shape)
+        return Bucketed(shape, self._rows[: exact_shape(grids, self._forward.config).num_patches])
+
+    def run(self, batch: Bucketed, grids: Sequence[Grid]) -> tuple[torch.Tensor, Spans]:
+        """Replay the graph of a batch whose rows have been written; nothing waits for the device.
+
+        Returns what `DeviceForward.hidden` does, valid until the next call, and the batch's spans.
+        """
+        captured = self._graphs[batch.shape]
+        spans = plan_spans(grids, self._forward.config, self._device, batch.shape)
         captured.spans.words.copy_(spans.words, non_blocking=True)
-        num_rows, values = patches_TP.shape
-        captured.patches[:num_rows, :values].copy_(patches_TP, non_blocking=True)
-        captured.patches[num_rows:].zero_()
+        self._rows[len(batch.rows) : batch.shape.num_patches].zero_()
         captured.graph.replay()
-        return captured.out[: spans.cu_tokens[-1]]
+        return self._hidden[: spans.num_tokens], spans
+
+    def _is_seen_again(self, shape: SpansShape) -> bool:
+        if shape in self._seen:
+            return True
+        self._seen[shape] = None
+        if len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        return False
+
+    def _capture(self, shape: SpansShape, grids: Sequence[Grid]) -> None:
+        """Capture a graph; without one afterwards if it can not be, or if there is no memory for it."""
+        while len(self._graphs) >= self.limits.max_graphs:
+            self._graphs.popitem(last=False)
+            self.num_evicted += 1
+        before = torch.cuda.memory_reserved(self._device)
+        try:
+            self._graphs[shape] = self._captured(shape, grids)
+        except RuntimeError as error:
+            torch.cuda.synchronize(self._device)  # a device that is lost raises again
+            if not isinstance(error, torch.OutOfMemoryError):
+                self.failure = str(error).partition("\n")[0]
+            self._shrink(shape)
+            return
+        self._pool_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+        if self.num_bytes > self.limits.max_bytes:
+            self._shrink(shape)
 
     def _captured(self, shape: SpansShape, grids: Sequence[Grid]) -> _Captured:
-        if shape not in self._graphs:
-            while len(self._graphs) >= self._limits.max_graphs:
-                self._graphs.popitem(last=False)
-            self._graphs[shape] = self._capture(shape, grids)
-        self._graphs.move_to_end(shape)
-        return self._graphs[shape]
-
-    def _capture(self, shape: SpansShape, grids: Sequence[Grid]) -> _Captured:
-        patches = self._rows[: shape.num_patches]
-        patches.zero_()
+        rows = self._rows[: shape.num_patches]
+        rows.zero_()
         spans = plan_spans(grids, self._forward.config, self._device, shape)
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            for _ in range(WARM_RUNS):
-                self._forward(patches, spans)
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):
-            out = self._forward(patches, spans)
-        return _Captured(graph, spans, patches, out)
+        hidden = self._hidden[: spans.num_tokens]
+        self._stream = self._stream or side_stream(self._device, rows.dtype)
+        graph, _ = capture(lambda: self._forward.hidden(rows, spans, hidden), self._stream, self._pool)
+        return _Captured(graph, spans)
+
+    def _shrink(self, shape: SpansShape) -> None:
+        """Memory that graphs share is theirs until the last is gone: give up all, and those of such a size for good."""
+        self.num_evicted += len(self._graphs)
+        self._graphs.clear()
+        self._max_patches = min(self._max_patches, shape.num_patches - 1)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._pool_bytes = 0
+        torch.cuda.empty_cache()
 
 
 def bucket_of(own: SpansShape, merge_size: int) -> SpansShape:

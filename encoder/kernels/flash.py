@@ -16,8 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from encoder.errors import EncoderError
 from encoder.spans import TILE_ROWS, Spans
 
+MIN_HEAD: Final = 16
+MAX_HEAD: Final = 128
 LOG2_E: Final = 1.4426950408889634
 
 
@@ -109,11 +112,14 @@ def flash_attention(
 ) -> torch.Tensor:
     """Return softmax(q k' / sqrt(d)) v within each span, `[T, H, d]`; heads lie side by side in the inputs.
 
-    Given a contiguous `out` of that shape, it is written and returned.
+    Given a contiguous `out` of that shape, it is written and returned. Raises `EncoderError` if heads are too narrow
+    or too wide.
     """
     total, heads, head = q_THd.shape
     assert q_THd.stride() == k_THd.stride() == v_THd.stride(), "the three are parts of one tensor"
     assert q_THd.stride()[1:] == (head, 1), "heads lie side by side"
+    if not MIN_HEAD <= head <= MAX_HEAD:
+        raise EncoderError(f"attention triton: heads of {MIN_HEAD} to {MAX_HEAD}, got {head}")
     wide = 1 << (head.bit_length() - 1)
     tail = triton.next_power_of_2(head - wide) if head > wide else 0
     tuning = tuning or (FULL_TUNING if q_THd.dtype == torch.float32 else HALF_TUNING)

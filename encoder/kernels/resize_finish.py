@@ -113,13 +113,15 @@ def resize_finish(
     channels,
     out,
     PATCH: tl.constexpr,
+    STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FUSED: tl.constexpr,
 ):
     """One program a tile of `ROWS` by `COLUMNS` pixels of a padded frame.
 
-    `channels` is float32 `[6]`: means, then deviations, of levels. `out` is `[num_patches, 3 * PATCH * PATCH]`.
+    `channels` is float32 `[6]`: means, then deviations, of levels. `out` is `[num_patches, 3 * PATCH * PATCH]`, its
+    rows `STRIDE` values apart.
     `FUSED` if there are frames whose width changes and that have no scratch.
     """
     tile = tl.program_id(0)
@@ -134,9 +136,9 @@ def resize_finish(
     inside = (row < new_height) & (column < new_width)
     red, green, blue = _down(frame, num_frames, row, column, inside, FUSED)
     first_patch = tl.load(frame + FIRST_PATCH * num_frames)
-    above = ((row // PATCH) * grid_width) * (3 * PATCH * PATCH) + (row % PATCH) * PATCH
-    before = (column // PATCH) * (3 * PATCH * PATCH) + column % PATCH
-    rows = out + first_patch * (3 * PATCH * PATCH) + (above + before)
+    above = ((row // PATCH) * grid_width) * STRIDE + (row % PATCH) * PATCH
+    before = (column // PATCH) * STRIDE + column % PATCH
+    rows = out + first_patch * STRIDE + (above + before)
     mask = (row < number(frame, num_frames, GRID_HEIGHT) * PATCH) & (column < grid_width * PATCH)
     _store(rows, red, channels, 0, PATCH, mask)
     _store(rows, green, channels, 1, PATCH, mask)

@@ -83,6 +83,8 @@ class StartRank(Message):
     has_pool: bool = False
     device_bytes: int = 0
     has_high_priority: bool = False
+    attention: str = "auto"
+    graph_bytes: int = 0
     seed: int
     deterministic: bool = False
     known: dict[str, str] = {}
@@ -94,7 +96,7 @@ class ModelReport(Message):
 
     `cost`: the numbers of its `CostModel`. `cost_identity`: of the conditions that they hold for. `max_patches`: of a
     batch, that fit into the memory that is free beside weights and pool; 0 if nothing limits it. `bytes_per_patch`:
-    what a batch takes there.
+    what a batch takes there. `acceleration`: what it uses of a GPU, as `encoder.device_options.Acceleration` has it.
     """
 
     weights_digest: bytes
@@ -107,6 +109,7 @@ class ModelReport(Message):
     cost_identity: str
     max_patches: int = 0
     bytes_per_patch: int = 0
+    acceleration: dict[str, str | int] = {}
 
 
 class RankReady(ModelReport):
@@ -195,7 +198,7 @@ class Ran(Message):
 
     `false_claims`: items that were not encoded, because their bytes are not those of their key. `failure`: why none of
     them was encoded, in `error` for people; after "memory" the rank goes on with other batches as it does after
-    "error". `max_patches`: as in `ModelReport`, from now on.
+    "error". `max_patches`: as in `ModelReport`, from now on. `acceleration`: likewise; empty if it has not changed.
     """
 
     batch_id: int
@@ -205,6 +208,7 @@ class Ran(Message):
     failure: Literal["", "memory", "error"] = ""
     error: str = ""
     max_patches: int = 0
+    acceleration: dict[str, str | int] = {}
 
 
 class Copy(Message):

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Literal
 
 import torch
@@ -70,6 +71,7 @@ class Rank:
         ingest_fd, *pool_fds = take_descriptors(frame, 1 + start.has_pool)
         self._device = torch.device(start.device)
         use_device(self._device)
+        use_stream(self._device, start.has_high_priority)
         bound_memory(self._device, start.device_bytes)
         self._ingest = open_ingest(ingest_fd, self._device)
         self._channel = channel
@@ -83,6 +85,7 @@ class Rank:
         self._bound = MemoryBound(self._device, start.num_sharing, start.device_bytes)
         self._model = self._adopted(load_model(start, start.model, start.known, start.costs))
         self._next: RankModel | None = None
+        self._acceleration = self._model.report.acceleration
 
     def announce(self) -> None:
         """Say that batches are welcome."""
@@ -94,7 +97,6 @@ class Rank:
         """Until the sidecar closes the channel."""
         self._start_thread(self._read, "read")
         self._start_thread(self._load_each, "load")
-        use_stream(self._device, self._start.has_high_priority)
         while (work := self._batches.get()) is not None:
             if isinstance(work, RankModel):
                 self._model = self._adopted(work)
@@ -169,6 +171,7 @@ class Rank:
     def _load_each(self) -> None:
         self._use_threads()
         use_device(self._device)
+        use_stream(self._device, self._start.has_high_priority)
         with contextlib.suppress(ConnectionLost):
             while True:
                 if (load := self._loads.get()) is None:
@@ -216,7 +219,14 @@ class Rank:
         return Ran(
             batch_id=run.batch_id, seconds=seconds, finite=[found.get(place, False) for place in places],
             false_claims=[place for place in places if place not in items], max_patches=self._bound.max_patches,
+            acceleration=self._changed_acceleration(),
         )  # fmt: skip
+
+    def _changed_acceleration(self) -> dict[str, str | int]:
+        now = asdict(self._model.encoder.acceleration)
+        changed = now != self._acceleration
+        self._acceleration = now
+        return now if changed else {}
 
     def _pixels(self, run: Run, place: int) -> Item:
         shape = pixels_shape(run.num_frames[place], run.heights[place], run.widths[place])

@@ -26,6 +26,7 @@ from benchmarks.encoder_gpu_tables import tables
 from benchmarks.gpu_timing import LOST, Findings
 
 MAX_STARTS: Final = 8
+MODULES: Final = dict.fromkeys(("whole", "reference", "compiled", "tiny"), "whole") | {"encode": "encode"}
 TESTED: Final = ("fa3", "triton", "torch-varlen", "sdpa", "auto")
 
 
@@ -59,10 +60,11 @@ def parts() -> list[Part]:
         for name in TESTED
     ]
     preprocess = ("-m", "benchmarks.preprocess_gpu")
-    tested = [f"tests/encoder/test_{name}.py" for name in ("device_forward", "device_preprocess", "gpu")]
+    tested = [f"tests/encoder/test_{name}.py" for name in ("gpu_encoder", "device_encoder", "device_forward", "device_preprocess", "gpu")]
     return [
         *forward,
         Part("whole", 140),
+        Part("encode", 60),
         Part("attention", 60),
         Part("preprocess", 40, preprocess),
         Part("reference", 60),
@@ -77,8 +79,7 @@ def run_here(part: str, folder: Path) -> None:
     import importlib
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    module = "whole" if part in ("whole", "reference", "compiled", "tiny") else "parts"
-    run = getattr(importlib.import_module(f"benchmarks.encoder_gpu_{module}"), part)
+    run = getattr(importlib.import_module(f"benchmarks.encoder_gpu_{MODULES.get(part, 'parts')}"), part)
     with torch.inference_mode():
         run(Findings(found_path(folder, part)))
 

@@ -15,6 +15,7 @@ def tables(results: dict[str, Any]) -> str:
         ("whole: device ms (error)", "whole", lambda value: f"{value['ms']:.2f} {value.get('cosine', 1):.5f}"),
         ("whole: useful TFLOP/s", "whole", lambda value: f"{value['tflops']:.0f}"),
         ("whole: host ms, peak MiB", "whole", lambda value: f"{value['host_ms']:.2f} {value['peak_mib']:.0f}"),
+        ("encode from host pixels: ms", "encode", lambda value: f"{value['ms']:.2f}"),
         ("others: ms", "reference", lambda value: f"{value:.2f}"),
         ("others: ms", "compiled", lambda value: f"{value:.2f}"),
         ("attention alone: ms", "attention", lambda value: f"{value['ms']:.4f}"),

@@ -14,6 +14,7 @@ from torch import nn
 
 from benchmarks.encoder_gpu_parts import MIXES, real_batches, useful_flops
 from benchmarks.gpu_timing import Findings, events_ms, host_ms, kernel_table
+from encoder.attention_choice import AttentionChoice
 from encoder.config import EncoderConfig, ProcessorConfig
 from encoder.difference import difference
 from encoder.moonvit import MoonViT
@@ -74,12 +75,17 @@ class Whole:
             self._truths[name] = embeddings(self.exact, draw_rows(grids, "cuda").bfloat16().float(), grids)
         return self._truths[name]
 
+    def choice(self, kernel: str) -> AttentionChoice:
+        return AttentionChoice("triton", "fa3") if kernel == "auto" else AttentionChoice(kernel, kernel)
+
     def forward(self, kernel: str) -> Any:
-        from encoder.attention import AttentionChoice
         from encoder.device_forward import DeviceForward
 
-        choice = AttentionChoice("triton", "fa3") if kernel == "auto" else AttentionChoice(kernel, kernel)
-        return DeviceForward(self.model, choice.load())
+        return DeviceForward(self.model, self.choice(kernel).load())
+
+    def outs(self, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        options = {"device": "cuda", "dtype": torch.bfloat16}
+        return [torch.empty(num_tokens(grid, 2), self.config.text_width, **options) for grid in grids]
 
     def plain(self, name: str) -> dict[str, Any]:
         grids = ALL_MIXES[name]
@@ -91,32 +97,39 @@ class Whole:
         grids, forward = ALL_MIXES[name], self.forward(kernel)
         rows = draw_rows(grids, "cuda").bfloat16()
 
-        def run() -> torch.Tensor:
-            padded = nn.functional.pad(rows, (0, forward.patch_values - rows.shape[1]))
-            out: torch.Tensor = forward(padded, plan_spans(grids, self.config, rows.device))
-            return out
+        outs = self.outs(grids)
 
-        return near(without_sync(run), self.truth(name), grids) | self.timed(run, grids)
+        def run() -> None:
+            padded = nn.functional.pad(rows, (0, forward.patch_values - rows.shape[1]))
+            forward(padded, plan_spans(grids, self.config, rows.device), outs)
+
+        without_sync(run)
+        return near(torch.cat(outs), self.truth(name), grids) | self.timed(run, grids)
 
     def graph(self, kernel: str, name: str) -> dict[str, Any]:
         from encoder.graphs import GraphCache, GraphLimits
 
         grids = ALL_MIXES[name]
         rows = draw_rows(grids, "cuda").bfloat16()
-        outs = [rows.new_empty(num_tokens(grid, 2), self.config.text_width) for grid in grids]
-        cache = GraphCache(self.forward(kernel), GraphLimits(max_patches=17408))
+        outs, forward = self.outs(grids), self.forward(kernel)
+        cache = GraphCache(forward, self.choice(kernel), GraphLimits(max_patches=17408, max_bytes=8 << 30))
         started = time.perf_counter()
         cache.warm([grids])
         torch.cuda.synchronize()
         capture_s = round(time.perf_counter() - started, 2)
 
         def run() -> None:
-            torch._foreach_copy_(outs, cache.run(rows, grids).split([len(out) for out in outs]))
+            batch = cache.begin(grids)
+            assert batch is not None, cache.failure
+            batch.rows[:, : rows.shape[1]].copy_(rows)
+            hidden, spans = cache.run(batch, grids)
+            forward.project(hidden, spans.cu_tokens, outs)
 
         without_sync(run)
         bucket = cache.bucket(grids)
         found = near(torch.cat(outs), self.truth(name), grids) | self.timed(run, grids)
-        return found | {"capture_s": capture_s, "padded_to": bucket and bucket.num_patches}
+        padded_to = bucket and bucket.num_patches
+        return found | {"capture_s": capture_s, "padded_to": padded_to, "graph_mib": cache.num_bytes >> 20}
 
     def timed(self, run: Callable[[], object], grids: Sequence[Grid]) -> dict[str, float]:
         found = rated(run, useful_flops(grids, self.config))
@@ -126,17 +139,20 @@ class Whole:
         """64 items of real sizes, in as many batches as the budget asks for, without graphs."""
         forward, batches = self.forward(kernel), real_batches()
         rows = [nn.functional.pad(draw_rows(grids, "cuda").bfloat16(), (0, 4)) for grids in batches]
+        outs = [self.outs(grids) for grids in batches]
 
         def run() -> None:
-            for patches, grids in zip(rows, batches, strict=True):
-                forward(patches, plan_spans(grids, self.config, patches.device))
+            for patches, grids, to in zip(rows, batches, outs, strict=True):
+                forward(patches, plan_spans(grids, self.config, patches.device), to)
 
         flops = sum(useful_flops(grids, self.config) for grids in batches)
         return rated(run, flops, 2) | {"batches": len(batches), "patches": sum(map(len, rows))}
 
     def kernels(self, kernel: str, name: str) -> list[dict[str, Any]]:
-        rows = nn.functional.pad(draw_rows(ALL_MIXES[name], "cuda").bfloat16(), (0, 4))
-        return kernel_table(partial(self.forward(kernel), rows, plan_spans(ALL_MIXES[name], self.config, rows.device)))
+        grids = ALL_MIXES[name]
+        rows = nn.functional.pad(draw_rows(grids, "cuda").bfloat16(), (0, 4))
+        spans = plan_spans(grids, self.config, rows.device)
+        return kernel_table(partial(self.forward(kernel), rows, spans, self.outs(grids)))
 
 
 def rated(run: Callable[[], object], flops: float, repeats: int = 11) -> dict[str, float]:
@@ -247,5 +263,6 @@ def tiny(found: Findings) -> None:
         for padded_to in (None, shape):
             spans = plan_spans(TINY_GRIDS, TINY, device, padded_to)
             padding = (0, forward.patch_values - 588, 0, spans.num_patches - len(rows))
-            out = forward(nn.functional.pad(rows, padding), spans)[: len(truth)]
-            found.attempt(f"{name}, padded to {padded_to}", partial(near, out, truth, TINY_GRIDS))
+            outs = [torch.empty(num_tokens(grid, TINY.merge_size), TINY.text_width) for grid in TINY_GRIDS]
+            forward(nn.functional.pad(rows, padding), spans, outs)
+            found.attempt(f"{name}, padded to {padded_to}", partial(near, torch.cat(outs), truth, TINY_GRIDS))

@@ -191,6 +191,7 @@ def test_captures_of_two_threads_take_turns(forward: DeviceForward, choice: Atte
     if caches[0].bucket(MIXED) is None:
         pytest.skip("cannot be captured")
     rows, done = rows_of(MIXED), threading.Event()
+    torch.cuda.synchronize()
 
     def encode() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):

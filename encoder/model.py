@@ -122,9 +122,9 @@ class Encoder:
             return []
         if self._one_by_one is None:
             self._encode_pack(items, grids, outs)
-        else:
-            work = zip(items, grids, outs, strict=True)
-            self._one_by_one.run([partial(self._encode_alone, *part) for part in work])
+            return self._judged(items, grids, outs)
+        work = zip(items, grids, outs, strict=True)
+        self._one_by_one.run([partial(self._encode_alone, *part) for part in work])
         return all_finite(outs)
 
     def warm_up(self) -> None:
@@ -149,6 +149,18 @@ class Encoder:
             self._accelerated.encode(items, grids, outs)
             return
         self._model(self._input(items, grids), grids, outs)
+
+    def _judged(self, items: Sequence[Item], grids: Sequence[Grid], outs: Sequence[torch.Tensor]) -> list[bool]:
+        """Whether each output is finite; those that are not are encoded once more alone, where it may be another's
+        fault: FlashAttention-3 multiplies what lies behind an item by zero, and NaN stay NaN."""
+        flags = all_finite(outs)
+        if self._accelerated is not None and len(items) > 1:
+            for place, is_finite in enumerate(flags):
+                if not is_finite:
+                    part = slice(place, place + 1)
+                    self._encode_pack(items[part], grids[part], outs[part])
+                    flags[part] = all_finite(outs[part])
+        return flags
 
     def _encode_alone(self, item: Item, grid: Grid, out: torch.Tensor) -> None:
         aligned = out if is_aligned(out) else torch.empty_like(out)

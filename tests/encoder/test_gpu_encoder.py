@@ -119,13 +119,19 @@ def test_nothing_waits_for_the_device(name: str, graph_bytes: int, no_sync: None
     torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_guard_finds_one_item_alone(encoder: Encoder) -> None:
-    grid: Grid = (1, 16, 16)
-    rows = [torch.rand(256, 588, device="cuda").bfloat16() for _ in range(3)]
+@pytest.mark.parametrize("grid", [(1, 6, 22), (1, 46, 94)], ids=["little work", "much work"])
+def test_the_guard_finds_one_item_alone(encoder: Encoder, grid: Grid) -> None:
+    """Whatever the kernel does with what lies behind an item in the pack."""
+    rows = [torch.rand(grid[1] * grid[2], 588, device="cuda").bfloat16() for _ in range(3)]
+    clean = [part.clone() for part in rows]
     rows[1][7] = torch.nan
     _, outs = outs_in_pool([grid] * 3)
+    _, alone = outs_in_pool([grid])
+    assert encoder.encode([PatchRows(clean[0], grid)], alone) == [True]
     for _ in range(3):
         assert encoder.encode([PatchRows(part, grid) for part in rows], outs) == [True, False, True]
+        assert difference(outs[0], alone[0]).min_cosine >= 0.9998
+    assert encoder.encode([PatchRows(part, grid) for part in clean], outs) == [True] * 3
 
 
 def test_memory_at_the_default_budget(encoder: Encoder) -> None:

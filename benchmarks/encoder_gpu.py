@@ -59,8 +59,11 @@ def parts() -> list[Part]:
         )
         for name in TESTED
     ]
-    preprocess = ("-m", "benchmarks.preprocess_gpu")
-    tested = [f"tests/encoder/test_{name}.py" for name in ("gpu_encoder", "device_encoder", "device_forward", "device_preprocess", "gpu")]
+    preprocess = ("-m", "benchmarks.preprocess_gpu", "--tilings")
+    tested = [
+        f"tests/encoder/test_{name}.py"
+        for name in ("gpu_encoder", "device_encoder", "device_forward", "device_preprocess", "gpu")
+    ]
     return [
         *forward,
         Part("whole", 140),
@@ -147,7 +150,7 @@ def run_all(options: argparse.Namespace) -> None:
 def print_log(folder: Path, part: Part) -> None:
     """The last lines of a command's output."""
     lines = (folder / "encoder_gpu.log").read_text().split(f"==== {part.name}\n")[-1].splitlines()
-    num_lines = 60 if part.name == "preprocess" else 4
+    num_lines = 90 if part.name == "preprocess" else 4
     short = [line[:150] for line in lines if not line.startswith("{")]
     print("\n".join(short[-num_lines:]), flush=True)
 

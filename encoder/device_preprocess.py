@@ -72,7 +72,7 @@ class DevicePreprocessor:
         plan = self._upload(mix.plan(addresses, 0 if scratch is None else scratch.data_ptr()))
         if scratch is not None:
             self._across[(mix.across_tiles,)](
-                plan, mix.num_frames, tiling.across_rows, tiling.across_columns, num_warps=tiling.num_warps
+                plan, mix.num_frames, tiling.across_rows, tiling.across_columns, num_warps=tiling.across_warps
             )
         self._finish[(mix.finish_tiles,)](
             plan,
@@ -84,7 +84,7 @@ class DevicePreprocessor:
             tiling.finish_rows,
             tiling.finish_columns,
             mix.is_fused,
-            num_warps=tiling.num_warps,
+            num_warps=tiling.resized_warps if mix.is_resized else tiling.num_warps,
         )
 
     def _upload(self, values: npt.NDArray[np.signedinteger[Any]]) -> torch.Tensor:

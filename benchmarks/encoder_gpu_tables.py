@@ -21,6 +21,8 @@ def tables(results: dict[str, Any]) -> str:
         ("attention alone: ms", "attention", lambda value: f"{value['ms']:.4f}"),
     ]
     shown = [table(title, results[part]["found"], cell) for title, part, cell in parts if part in results]
+    start = {name: value for name, value in results.get("encode", {}).get("found", {}).items() if ", " not in name}
+    shown.append(f"\n{start}")
     errors = [line for part in dict.fromkeys(part for _, part, _ in parts) for line in failures(part, results)]
     return "\n".join([*shown, *errors[:MAX_ERRORS]])
 

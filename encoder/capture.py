@@ -39,10 +39,11 @@ def side_stream(device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
 
     The workspace that products have for it is taken here: of a capture it would be a part, and go with the first.
     """
-    stream = torch.cuda.Stream(device, priority=torch.cuda.current_stream(device).priority)
+    current = torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device, priority=current.priority)
     square = torch.zeros(64, 64, device=device, dtype=dtype)
     with torch.cuda.stream(stream):
-        stream.wait_stream(torch.cuda.default_stream(device))
+        stream.wait_stream(current)
         torch.addmm(square[0], square, square)
         square @ square
     stream.synchronize()

@@ -16,7 +16,9 @@ from encoder.config import ProcessorConfig
 from encoder.device_forward import DeviceForward
 from encoder.device_options import Acceleration, DeviceOptions
 from encoder.device_preprocess import DevicePreprocessor
+from encoder.finite import all_finite
 from encoder.graphs import GraphCache, GraphLimits
+from encoder.kernels.finite import are_finite, can_be_read
 from encoder.moonvit import MoonViT
 from encoder.patches import PatchRows
 from encoder.preprocess import Pixels
@@ -81,6 +83,10 @@ class DeviceEncoder:
             spans = plan_spans(grids, self._config, self._device)
             hidden = self._forward.hidden(rows, spans)
         self._forward.project(hidden, spans.cu_tokens, outs)
+
+    def are_finite(self, outs: Sequence[torch.Tensor]) -> list[bool]:
+        """Return for each output whether it holds neither NaN nor infinity. Waits for the device."""
+        return are_finite(outs) if can_be_read(outs) else all_finite(outs)
 
     def _fill(self, rows: torch.Tensor, items: Sequence[Pixels | PatchRows], grids: Sequence[Grid]) -> None:
         """Write the patch rows of all items: those that come as rows are copied, the others made of pixels."""

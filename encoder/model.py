@@ -13,6 +13,7 @@ from encoder.config import EncoderConfig, ProcessorConfig, check_frames
 from encoder.determinism import OneByOne, align_parameters, is_aligned
 from encoder.device_options import Acceleration, DeviceOptions
 from encoder.errors import ImageError
+from encoder.finite import all_finite
 from encoder.moonvit import MoonViT
 from encoder.packing import check_grid
 from encoder.patches import PatchRows, check_rows, joined
@@ -153,13 +154,15 @@ class Encoder:
     def _judged(self, items: Sequence[Item], grids: Sequence[Grid], outs: Sequence[torch.Tensor]) -> list[bool]:
         """Whether each output is finite; those that are not are encoded once more alone, where it may be another's
         fault: FlashAttention-3 multiplies what lies behind an item by zero, and NaN stay NaN."""
-        flags = all_finite(outs)
-        if self._accelerated is not None and len(items) > 1:
+        if self._accelerated is None:
+            return all_finite(outs)
+        flags = self._accelerated.are_finite(outs)
+        if len(items) > 1:
             for place, is_finite in enumerate(flags):
                 if not is_finite:
                     part = slice(place, place + 1)
                     self._encode_pack(items[part], grids[part], outs[part])
-                    flags[part] = all_finite(outs[part])
+                    flags[part] = self._accelerated.are_finite(outs[part])
         return flags
 
     def _encode_alone(self, item: Item, grid: Grid, out: torch.Tensor) -> None:
@@ -222,13 +225,6 @@ def _accelerated(model: MoonViT, processor: ProcessorConfig, options: DeviceOpti
     from encoder.device_encoder import DeviceEncoder
 
     return DeviceEncoder(model, processor, options)
-
-
-def all_finite(outs: Sequence[torch.Tensor]) -> list[bool]:
-    """Return for each tensor whether it holds neither NaN nor infinity: one pass over each, one read of the device."""
-    extremes = torch.stack([torch.stack(out.aminmax()) for out in outs])
-    flags: list[bool] = extremes.isfinite().all(dim=1).tolist()
-    return flags
 
 
 def _named(item: Item) -> str:

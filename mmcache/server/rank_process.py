@@ -21,8 +21,9 @@ import torch
 
 from encoder.difference import difference
 from encoder.errors import EncoderError
+from encoder.finite import all_finite
 from encoder.memory import is_out_of_memory
-from encoder.model import Item, all_finite
+from encoder.model import Item
 from encoder.source import resolve_model
 from ipc.errors import IpcError
 from mmcache.errors import ConfigError, ConnectionLost

@@ -13,6 +13,8 @@ from encoder.config import EncoderConfig, ProcessorConfig
 from encoder.device_encoder import DeviceEncoder
 from encoder.device_options import ATTENTION_NAMES, Acceleration, DeviceOptions
 from encoder.errors import EncoderError
+from encoder.finite import all_finite
+from encoder.kernels.finite import BLOCK, are_finite, can_be_read
 from encoder.model import Encoder
 from encoder.moonvit import MoonViT
 from encoder.patches import PatchRows
@@ -69,6 +71,25 @@ def test_float32_and_a_cpu_keep_to_the_plain_model(model: MoonViT) -> None:
     encoder = Encoder(half, PROCESSOR)
     encoder.use_graphs()
     assert encoder.acceleration == Acceleration()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_guard_of_a_device_sees_every_value(dtype: torch.dtype) -> None:
+    """First and last of an item, behind a program's block, in either half of a word; and large values pass."""
+    sizes = [6, 2, 2 * BLOCK + 2, 4, 10]
+    memory = torch.full((sum(sizes),), torch.finfo(dtype).max, dtype=dtype, device=DEVICE)
+    outs = list(memory.split(sizes))
+    assert can_be_read(outs)
+    assert are_finite(outs) == [True] * 5
+    outs[0][5], outs[2][-1], outs[4][0] = torch.nan, torch.inf, -torch.inf
+    assert are_finite(outs) == all_finite(outs) == [False, True, False, True, False]
+
+
+def test_what_is_not_whole_words_is_not_read_as_such() -> None:
+    memory = torch.zeros(8, dtype=torch.bfloat16)
+    assert can_be_read([memory[2:6]])
+    assert not can_be_read([memory[:2], memory[1:3]])
+    assert not can_be_read([memory[:3]])
 
 
 def test_the_names_are_those_of_the_kernels() -> None:

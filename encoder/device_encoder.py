@@ -58,11 +58,15 @@ class DeviceEncoder:
 
     @torch.inference_mode()
     def use_graphs(self) -> None:
-        """From now on batches that are seen repeatedly run as CUDA graphs; those of usual single images at once."""
+        """From now on batches that are seen repeatedly run as CUDA graphs; those of usual single images at once.
+
+        Waits for the device, so that another thread may encode from now on.
+        """
         if self.graphs is None and self._options.graph_bytes:
             limits = GraphLimits(max_bytes=self._options.graph_bytes)
             self.graphs = GraphCache(self._forward, self.attention, limits)
             self.graphs.warm([[(1, side, side)] for side in WARM_SIDES])
+            torch.cuda.current_stream(self._device).synchronize()
 
     @torch.inference_mode()
     def encode(self, items: Sequence[Pixels | PatchRows], grids: Sequence[Grid], outs: Sequence[torch.Tensor]) -> None:

@@ -23,6 +23,8 @@ from encoder.spans import NUM_FILLERS, TILE_ROWS, Spans, SpansShape, exact_shape
 STEPS_PER_OCTAVE: Final = 16
 SMALLEST_STEP: Final = 64
 MAX_SEEN: Final = 1024
+SHARE_OF_ROWS: Final = 4
+"""What all graphs share, a batch's first and last rows, is at most this part of their memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +69,12 @@ class GraphCache:
         self.num_evicted = 0
         self._forward = forward
         self._choice = choice
-        self._max_patches = limits.max_patches
-        weight = next(forward.model.parameters())
+        weight, values, hidden = next(forward.model.parameters()), forward.patch_values, forward.config.hidden_size
+        most = limits.max_bytes // (SHARE_OF_ROWS * weight.itemsize * (values + hidden))
+        self._max_patches = min(limits.max_patches, most)
         self._device = weight.device
-        self._rows = torch.zeros(limits.max_patches, forward.patch_values, dtype=weight.dtype, device=weight.device)
-        tokens, width = -(-limits.max_patches // forward.config.merge_size**2), forward.config.merged_width
+        self._rows = torch.zeros(self._max_patches, values, dtype=weight.dtype, device=weight.device)
+        tokens, width = -(-self._max_patches // forward.config.merge_size**2), forward.config.merged_width
         self._hidden = torch.empty(tokens, width, dtype=weight.dtype, device=weight.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._pool_bytes = 0

@@ -8,9 +8,6 @@ import torch
 
 T = TypeVar("T")
 
-WARM_RUNS: Final = 2
-"""Before a capture: kernels are compiled and chosen outside it."""
-
 _ONE_AT_A_TIME: Final = threading.Lock()
 """Of the process: torch's allocator is told by process, not by graph, that a capture is under way."""
 
@@ -18,12 +15,10 @@ _ONE_AT_A_TIME: Final = threading.Lock()
 def capture(run: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
     """Return a graph of what `run` launches, and what it returned, whose memory is the graph's from then on.
 
-    `run` is called twice on the current stream, then on `stream`, one that `side_stream` made. Other threads may use
-    the device meanwhile; captures take turns. What can not be captured raises `RuntimeError`, and leaves the device
-    usable unless it raises again on the next use.
+    `run` has run before, so that its kernels are compiled and chosen; it is called once, on `stream`, one that
+    `side_stream` made. Other threads may use the device meanwhile; captures take turns. What can not be captured
+    raises `RuntimeError`, and leaves the device usable unless it raises again on the next use.
     """
-    for _ in range(WARM_RUNS):
-        run()
     graph = torch.cuda.CUDAGraph()
     with _ONE_AT_A_TIME, torch.cuda.stream(stream):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")

@@ -9,6 +9,7 @@ their memory. The last product is not part of them: it writes where each embeddi
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -23,6 +24,7 @@ from encoder.spans import NUM_FILLERS, TILE_ROWS, Spans, SpansShape, exact_shape
 STEPS_PER_OCTAVE: Final = 16
 SMALLEST_STEP: Final = 64
 MAX_SEEN: Final = 1024
+WARM_RUNS: Final = 2
 SHARE_OF_ROWS: Final = 4
 """What all graphs share, a batch's first and last rows, is at most this part of their memory."""
 
@@ -142,27 +144,31 @@ class GraphCache:
         while len(self._graphs) >= self.limits.max_graphs:
             self._graphs.popitem(last=False)
             self.num_evicted += 1
-        before = torch.cuda.memory_reserved(self._device)
         try:
-            self._graphs[shape] = self._captured(shape, grids)
+            self._graphs[shape], num_bytes = self._captured(shape, grids)
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)  # a device that is lost raises again
             if not isinstance(error, torch.OutOfMemoryError):
                 self.failure = str(error).partition("\n")[0]
             self._shrink(shape)
             return
-        self._pool_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+        self._pool_bytes += num_bytes
         if self.num_bytes > self.limits.max_bytes:
             self._shrink(shape)
 
-    def _captured(self, shape: SpansShape, grids: Sequence[Grid]) -> _Captured:
+    def _captured(self, shape: SpansShape, grids: Sequence[Grid]) -> tuple[_Captured, int]:
+        """A graph, and by how much it made the memory of all grow."""
         rows = self._rows[: shape.num_patches]
         rows.zero_()
         spans = plan_spans(grids, self._forward.config, self._device, shape)
         hidden = self._hidden[: spans.num_tokens]
         self._stream = self._stream or side_stream(self._device, rows.dtype)
-        graph, _ = capture(lambda: self._forward.hidden(rows, spans, hidden), self._stream, self._pool)
-        return _Captured(graph, spans)
+        run = partial(self._forward.hidden, rows, spans, hidden)
+        for _ in range(WARM_RUNS):
+            run()
+        before = torch.cuda.memory_reserved(self._device)
+        graph, _ = capture(run, self._stream, self._pool)
+        return _Captured(graph, spans), max(0, torch.cuda.memory_reserved(self._device) - before)
 
     def _shrink(self, shape: SpansShape) -> None:
         """Memory that graphs share is theirs until the last is gone: give up all, and those of such a size for good."""

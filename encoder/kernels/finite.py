@@ -35,6 +35,19 @@ def _finite_kernel(table, num, found, EXPONENT: tl.constexpr, BLOCK: tl.constexp
         tl.atomic_add(found + item, num_bad)
 
 
+def program_table(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Return on their device, int64 `[3, num]`, the address of each, its words, and its first program; and how many
+    programs of `BLOCK` words there are."""
+    device = tensors[0].device
+    sizes = np.array([tensor.nbytes // 4 for tensor in tensors], np.int64)
+    programs = -(-sizes // BLOCK)
+    firsts = np.cumsum(programs) - programs
+    table = torch.from_numpy(np.stack([np.array([one.data_ptr() for one in tensors], np.int64), sizes, firsts]))
+    if device.type == "cuda":
+        table = table.pin_memory().to(device, non_blocking=True)
+    return table, int(programs.sum())
+
+
 def can_be_read(outs: Sequence[torch.Tensor]) -> bool:
     """Whether each is a whole number of aligned words."""
     return all(out.data_ptr() % 4 == 0 and out.nbytes % 4 == 0 and out.nbytes > 0 for out in outs)
@@ -45,15 +58,9 @@ def are_finite(outs: Sequence[torch.Tensor]) -> list[bool]:
 
     They satisfy `can_be_read`. Waits for the device.
     """
-    device = outs[0].device
-    sizes = np.array([out.nbytes // 4 for out in outs], np.int64)
-    programs = -(-sizes // BLOCK)
-    firsts = np.cumsum(programs) - programs
-    table = torch.from_numpy(np.stack([np.array([out.data_ptr() for out in outs], np.int64), sizes, firsts]))
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
-    found = torch.zeros(len(outs), dtype=torch.int32, device=device)
-    _finite_kernel[(int(programs.sum()),)](
+    table, num_programs = program_table(outs)
+    found = torch.zeros(len(outs), dtype=torch.int32, device=table.device)
+    _finite_kernel[(num_programs,)](
         table, len(outs), found, EXPONENT=EXPONENTS[outs[0].dtype], BLOCK=BLOCK, num_warps=8
     )
     return [count == 0 for count in found.tolist()]

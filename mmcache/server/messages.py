@@ -71,7 +71,7 @@ class StartRank(Message):
     """Load the model and make the pool. Carries the ingest region's descriptor.
 
     `has_pool`: carries the descriptor of device memory too, of `pool_bytes`, which a rank before this one left.
-    `num_sharing`: ranks on the same device, this one too.
+    `num_sharing`: ranks on the same device, this one too. `keeps_digests`: of what it encodes, for checks.
     """
 
     model: str
@@ -85,6 +85,7 @@ class StartRank(Message):
     has_high_priority: bool = False
     attention: str = "auto"
     graph_bytes: int = 0
+    keeps_digests: bool = False
     seed: int
     deterministic: bool = False
     known: dict[str, str] = {}
@@ -198,7 +199,7 @@ class Ran(Message):
 
     `false_claims`: items that were not encoded, because their bytes are not those of their key. `failure`: why none of
     them was encoded, in `error` for people; after "memory" the rank goes on with other batches as it does after
-    "error". `max_patches`: as in `ModelReport`, from now on. `acceleration`: likewise; empty if it has not changed.
+    "error". `max_patches`: as in `ModelReport`, from now on. `acceleration`: likewise; empty after a failure.
     """
 
     batch_id: int
@@ -250,11 +251,15 @@ class Compare(Message):
 
 
 class Compared(Message):
-    """The answer; see `encoder.difference.Difference`. Numbers may be infinite or NaN. `error`: why there is none."""
+    """The answer; see `encoder.difference.Difference`. Numbers may be infinite or NaN. `error`: why there is none.
+
+    `is_intact`: every bit of the cached one is what the rank has encoded there; also where it does not know.
+    """
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     compare_id: int
+    is_intact: bool = True
     is_same_bits: bool = False
     relative_error: float = 0.0
     min_cosine: float = 0.0

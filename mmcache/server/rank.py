@@ -101,7 +101,7 @@ class Rank:
             num_sharing=ranks.num_sharing(index),
             pool_bytes=left.nbytes if left else settings.pool_bytes, has_pool=left is not None, seed=ranks.seed,
             deterministic=settings.deterministic, known=ranks.digests.known, costs=ranks.calibrations.known,
-            attention=settings.attention, graph_bytes=settings.graph_bytes,
+            attention=settings.attention, graph_bytes=settings.graph_bytes, keeps_digests=settings.verify_sample > 0,
             device_bytes=settings.device_bytes, has_high_priority=settings.stream_priority == "high",
         )  # fmt: skip
         environ = {"OMP_NUM_THREADS": str(threads)}

@@ -47,6 +47,7 @@ from mmcache.server.messages import (
     pixels_shape,
 )
 from mmcache.server.rank_bound import MemoryBound, return_memory
+from mmcache.server.rank_digests import KeptDigests
 from mmcache.server.rank_memory import (
     DeviceIngest,
     PoolTensor,
@@ -77,6 +78,7 @@ class Rank:
         self._ingest = open_ingest(ingest_fd, self._device)
         self._channel = channel
         self._sending = threading.Lock()
+        self._digests = KeptDigests(start.keeps_digests)
         self._staged = StagedReader(start.seed, self._device)
         self._batches: queue.SimpleQueue[Run | Compare | UnmapRegion | RankModel | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()  # None: a model was dropped
@@ -86,7 +88,6 @@ class Rank:
         self._bound = MemoryBound(self._device, start.num_sharing, start.device_bytes)
         self._model = self._adopted(load_model(start, start.model, start.known, start.costs))
         self._next: RankModel | None = None
-        self._acceleration = self._model.report.acceleration
 
     def announce(self) -> None:
         """Say that batches are welcome."""
@@ -160,6 +161,7 @@ class Rank:
             self._loads.put(None)
         elif frame.kind == Kind.COPY:
             copy = parse(Copy, frame)
+            self._digests.copied(copy.extent)
             self._ingest.copy_to(copy.source, self._pool.tensor(copy.extent, copy.nbytes))
             finite = not copy.guard or self._is_finite(copy.extent, copy.nbytes)
             self._send(pack_frame(Kind.COPIED, Copied(copy_id=copy.copy_id, finite=finite)))
@@ -215,19 +217,14 @@ class Rank:
         good = [place for place in places if place in items]
         outs = [self._out(run.extents[place], run.num_tokens[place]) for place in good]
         found = dict(zip(good, self._model.encoder.encode([items[place] for place in good], outs), strict=True))
+        self._digests.encoded([run.extents[place] for place in good], outs)
         seconds = time.perf_counter() - started
         self._bound.ran()
         return Ran(
             batch_id=run.batch_id, seconds=seconds, finite=[found.get(place, False) for place in places],
             false_claims=[place for place in places if place not in items], max_patches=self._bound.max_patches,
-            acceleration=self._changed_acceleration(),
+            acceleration=asdict(self._model.encoder.acceleration),
         )  # fmt: skip
-
-    def _changed_acceleration(self) -> dict[str, str | int]:
-        now = asdict(self._model.encoder.acceleration)
-        changed = now != self._acceleration
-        self._acceleration = now
-        return now if changed else {}
 
     def _pixels(self, run: Run, place: int) -> Item:
         shape = pixels_shape(run.num_frames[place], run.heights[place], run.widths[place])
@@ -236,12 +233,13 @@ class Rank:
     def _compare(self, compare: Compare) -> Compared:
         cached, fresh = (self._out(extent, compare.num_tokens) for extent in (compare.cached, compare.fresh))
         try:
-            found = difference(cached, fresh)
+            found, is_intact = difference(cached, fresh), self._digests.is_intact(compare.cached, cached)
         except FAILURES as error:
             check_device(self._device)
             return Compared(compare_id=compare.compare_id, error=reason_of(error))
         return Compared(
             compare_id=compare.compare_id,
+            is_intact=is_intact,
             is_same_bits=found.is_same_bits,
             relative_error=found.relative_error,
             min_cosine=found.min_cosine,

@@ -243,6 +243,8 @@ class Verifier:
             self._home.ingest.free(pixels.part)
 
     def _judged(self, found: Compared) -> str:
+        if not found.is_intact:
+            return "its bytes have changed since it was encoded"
         bound = BOUNDS[self._home.facts.dtype]
         is_near = found.relative_error <= bound.relative_error and found.min_cosine >= bound.min_cosine
         if found.is_same_bits or (is_near and not self._home.settings.deterministic):

@@ -55,8 +55,9 @@ class Bound(NamedTuple):
     min_cosine: float
 
 
-BOUNDS = {"float32": Bound(1e-5, float("-inf")), "bfloat16": Bound(2e-2, 0.9999)}
-"""Without `deterministic`; docs/fidelity.md has what was seen."""
+BOUNDS = {"float32": Bound(1e-5, float("-inf")), "bfloat16": Bound(4e-2, 0.9996)}
+"""Without `deterministic`. In bfloat16 each is within 2e-2 and 0.9999 of the truth (docs/fidelity.md), and so within these
+of the other: errors add up, and so do angles."""
 
 
 class Sampler:

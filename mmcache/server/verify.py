@@ -56,8 +56,8 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {"float32": Bound(1e-5, float("-inf")), "bfloat16": Bound(4e-2, 0.9996)}
-"""Without `deterministic`. In bfloat16 each is within 2e-2 and 0.9999 of the truth (docs/fidelity.md), and so within these
-of the other: errors add up, and so do angles."""
+"""Without `deterministic`. In bfloat16 each is within 2e-2 and 0.9999 of the truth (docs/fidelity.md), and so
+within these of the other: errors add up, and so do angles."""
 
 
 class Sampler:

@@ -39,9 +39,15 @@ def model(dtype: torch.dtype) -> MoonViT:
     return half.to(dtype).cuda()
 
 
-@pytest.fixture(scope="module", params=[0, 256 << 20], ids=["eager", "graphs"])
-def encoder(request: pytest.FixtureRequest) -> Encoder:
-    found = Encoder(model(torch.bfloat16), PROCESSOR, options=DeviceOptions(graph_bytes=request.param))
+@pytest.fixture(scope="module", params=[False, True], ids=["eager", "graphs"])
+def has_graphs(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(scope="module")
+def encoder(has_graphs: bool) -> Encoder:
+    options = DeviceOptions(graph_bytes=256 << 20 if has_graphs else 0)
+    found = Encoder(model(torch.bfloat16), PROCESSOR, options=options)
     found.use_graphs()
     return found
 
@@ -96,12 +102,13 @@ def test_as_near_to_float32_as_promised(encoder: Encoder, name: str) -> None:
     assert are_guards_whole(pool, outs)
 
 
-def test_graphs_are_used_and_counted(encoder: Encoder) -> None:
+def test_graphs_are_used_and_counted(encoder: Encoder, has_graphs: bool) -> None:
     found = encoder.acceleration
     assert found.attention
     assert not found.graph_failure
-    if found.num_graphs:
-        assert 0 < found.graph_bytes <= 256 << 20
+    assert found.num_graphs_evicted == 0
+    assert (found.num_graphs > 0) == has_graphs
+    assert found.graph_bytes <= 256 << 20
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -79,6 +79,7 @@ def main() -> None:
         deterministic=options.deterministic,
     )
     encoder.warm_up()
+    encoder.use_graphs()  # as a rank does
     print(conditions(encoder).partition("{")[0])
     models = []
     for _ in range(3):

@@ -60,7 +60,8 @@ def conditions(encoder: Encoder) -> str:
         device = f"{properties.name} {properties.multi_processor_count} {properties.total_memory}"
     else:
         device = f"{_processor_name()} {torch.backends.cpu.get_cpu_capability()}"
-    how = f"{encoder.dtype} {encoder.is_deterministic} {torch.get_num_threads()}"
+    acceleration = f"{encoder.acceleration.attention} {encoder.acceleration.num_graphs > 0}"
+    how = f"{encoder.dtype} {encoder.is_deterministic} {torch.get_num_threads()} {acceleration}"
     versions = f"{CALIBRATION_VERSION} {NUMERICS_VERSION} {torch.__version__}"
     return f"{versions} {device} {how} {encoder.config.canonical()}"
 

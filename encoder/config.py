@@ -11,7 +11,7 @@ from typing import Final
 
 from encoder.errors import CheckpointError
 
-NUMERICS_VERSION: Final = 1
+NUMERICS_VERSION: Final = 2
 """Raised by every change that alters the bytes of an embedding; part of the fingerprint."""
 
 _ENCODER_LIMITS: Final = MappingProxyType(

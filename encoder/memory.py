@@ -13,6 +13,8 @@ from encoder.sizing import grid_thw, num_patches, num_tokens
 SMALL_SIDE_TILES: Final = 8
 LARGE_SIDE_TILES: Final = 32
 """Sides of the two square images that are measured, in tiles: 256 and 4096 patches of the usual sizes."""
+THREAD_BYTES: Final = 64 << 10
+"""What attention on a CPU takes for each thread, beside its output: 45 KB were seen with heads of 32."""
 MARGIN: Final = 1.15
 """For what an allocator rounds up, and what it cannot join again."""
 
@@ -72,7 +74,8 @@ def predict_activations(config: EncoderConfig, dtype: torch.dtype) -> Activation
     mlp = 2 * (hidden + config.mlp_size) * item
     projector = 5 * hidden * item + (hidden * 4 if is_narrow else 0)
     table_bytes = config.pos_height * config.pos_width * hidden * 4 * is_narrow
-    return ActivationMemory(table_bytes, max(prepared, kept + max(positions, attention, mlp, projector)))
+    fixed = table_bytes + torch.get_num_threads() * THREAD_BYTES
+    return ActivationMemory(fixed, max(prepared, kept + max(positions, attention, mlp, projector)))
 
 
 _PLAN_BYTES: Final = 16 * (8 + 4) + 2 * 8

@@ -2,15 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import groupby
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
 from encoder.config import EncoderConfig, ProcessorConfig, check_frames
 from encoder.determinism import OneByOne, align_parameters, is_aligned
+from encoder.device_options import Acceleration, DeviceOptions
 from encoder.errors import ImageError
+from encoder.finite import all_finite
 from encoder.moonvit import MoonViT
 from encoder.packing import check_grid
 from encoder.patches import PatchRows, check_rows, joined
@@ -18,6 +21,9 @@ from encoder.preprocess import Pixels, pixels_grid, preprocess
 from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
 from encoder.source import resolve_model
 from encoder.weights import build_model
+
+if TYPE_CHECKING:
+    from encoder.device_encoder import DeviceEncoder
 
 Item: TypeAlias = Pixels | PatchRows
 
@@ -30,12 +36,20 @@ class Encoder:
     dtype: torch.dtype
     device: torch.device
 
-    def __init__(self, model: MoonViT, processor: ProcessorConfig, *, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        model: MoonViT,
+        processor: ProcessorConfig,
+        *,
+        deterministic: bool = False,
+        options: DeviceOptions | None = None,
+    ) -> None:
         """Take over a model whose parameters share one dtype and one device.
 
         With `deterministic`, an embedding's bytes depend on nothing but its item, whatever it is encoded with and on
-        how many threads, on one type of device: see `encoder.determinism`. Raises `EncoderError` as that does, and
-        `CheckpointError` if the processor's chunks have more frames than the model takes.
+        how many threads, on one type of device: see `encoder.determinism`. Otherwise a GPU encodes in half precision
+        as `encoder.device_encoder` does, by `options`. Raises `EncoderError` as those two do, and `CheckpointError` if
+        the processor's chunks have more frames than the model takes.
         """
         check_frames(model.config, processor)
         parameter = next(model.parameters())
@@ -47,6 +61,7 @@ class Encoder:
         self._mean = self._channels(processor.image_mean)
         self._std = self._channels(processor.image_std)
         self._one_by_one = OneByOne(self.device) if deterministic else None
+        self._accelerated = None if deterministic else _accelerated(model, processor, options or DeviceOptions())
         if deterministic:
             align_parameters(model)
 
@@ -58,13 +73,15 @@ class Encoder:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
         deterministic: bool = False,
+        options: DeviceOptions | None = None,
     ) -> "Encoder":
         """Load a preset by its name, or a checkpoint by its folder.
 
         Raises `CheckpointError` listing what is wrong with the settings or the tensors.
         """
         source = resolve_model(model)
-        return cls(build_model(source, dtype).to(device), source.processor, deterministic=deterministic)
+        model_there = build_model(source, dtype).to(device)
+        return cls(model_there, source.processor, deterministic=deterministic, options=options)
 
     @property
     def is_deterministic(self) -> bool:
@@ -106,9 +123,9 @@ class Encoder:
             return []
         if self._one_by_one is None:
             self._encode_pack(items, grids, outs)
-        else:
-            work = zip(items, grids, outs, strict=True)
-            self._one_by_one.run([partial(self._encode_alone, *part) for part in work])
+            return self._judged(items, grids, outs)
+        work = zip(items, grids, outs, strict=True)
+        self._one_by_one.run([partial(self._encode_alone, *part) for part in work])
         return all_finite(outs)
 
     def warm_up(self) -> None:
@@ -118,8 +135,35 @@ class Encoder:
         out = torch.empty(tokens, self.config.text_width, dtype=self.dtype, device=self.device)
         self.encode([np.zeros((tile, tile, 3), np.uint8)], [out])
 
+    def use_graphs(self) -> None:
+        """From now on batches that are seen repeatedly may run as CUDA graphs, which take memory of their own."""
+        if self._accelerated is not None:
+            self._accelerated.use_graphs()
+
+    @property
+    def acceleration(self) -> Acceleration:
+        """What of a GPU is used, and what its graphs take, as of now."""
+        return Acceleration() if self._accelerated is None else self._accelerated.acceleration
+
     def _encode_pack(self, items: Sequence[Item], grids: Sequence[Grid], outs: Sequence[torch.Tensor]) -> None:
+        if self._accelerated is not None:
+            self._accelerated.encode(items, grids, outs)
+            return
         self._model(self._input(items, grids), grids, outs)
+
+    def _judged(self, items: Sequence[Item], grids: Sequence[Grid], outs: Sequence[torch.Tensor]) -> list[bool]:
+        """Whether each output is finite; those that are not are encoded once more alone, where it may be another's
+        fault: FlashAttention-3 multiplies what lies behind an item by zero, and NaN stay NaN."""
+        if self._accelerated is None:
+            return all_finite(outs)
+        flags = self._accelerated.are_finite(outs)
+        if len(items) > 1:
+            for place, is_finite in enumerate(flags):
+                if not is_finite:
+                    part = slice(place, place + 1)
+                    self._encode_pack(items[part], grids[part], outs[part])
+                    flags[part] = self._accelerated.are_finite(outs[part])
+        return flags
 
     def _encode_alone(self, item: Item, grid: Grid, out: torch.Tensor) -> None:
         aligned = out if is_aligned(out) else torch.empty_like(out)
@@ -172,11 +216,15 @@ class Encoder:
         return (torch.tensor(values, dtype=torch.float32) * 255.0).view(3, 1, 1).to(self.device)
 
 
-def all_finite(outs: Sequence[torch.Tensor]) -> list[bool]:
-    """Return for each tensor whether it holds neither NaN nor infinity: one pass over each, one read of the device."""
-    extremes = torch.stack([torch.stack(out.aminmax()) for out in outs])
-    flags: list[bool] = extremes.isfinite().all(dim=1).tolist()
-    return flags
+def _accelerated(model: MoonViT, processor: ProcessorConfig, options: DeviceOptions) -> "DeviceEncoder | None":
+    """On CUDA in half precision, where Triton is installed."""
+    parameter = next(model.parameters())
+    is_half = parameter.dtype in (torch.bfloat16, torch.float16)
+    if parameter.device.type != "cuda" or not is_half or find_spec("triton") is None:
+        return None
+    from encoder.device_encoder import DeviceEncoder
+
+    return DeviceEncoder(model, processor, options)
 
 
 def _named(item: Item) -> str:

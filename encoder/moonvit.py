@@ -87,15 +87,16 @@ class PositionTable(nn.Module):
         table = self.weight.float().flatten(0, 1)
         position_TD = nn.functional.embedding_bag(plan.tap_index, table, per_sample_weights=plan.tap_weight, mode="sum")
         if plan.has_frames:
-            position_TD += self._time_table()[plan.frame]
+            # Row 0 adds nothing: the frame of a single image. Row f + 1 is frame f of several.
+            position_TD += nn.functional.pad(self.frame_table(), (0, 0, 1, 0))[plan.frame]
         return position_TD
 
-    def _time_table(self) -> torch.Tensor:
-        """Row 0 adds nothing: the frame of a single image. Row f + 1 is frame f of several."""
+    def frame_table(self) -> torch.Tensor:
+        """Return what is added to each frame of several, `[frames, D]` in float32."""
         width, device = self.weight.shape[-1], self.weight.device
         frequencies = 1.0 / 10000.0 ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
         angles = torch.arange(self.pos_time, device=device)[:, None] * frequencies
-        return nn.functional.pad(torch.cat((angles.sin(), angles.cos()), dim=1), (0, 0, 1, 0))
+        return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
 class Blocks(nn.Module):

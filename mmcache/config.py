@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from encoder.device_options import ATTENTION_NAMES, GRAPH_BYTES
 from mmcache import config_rules as rules
 from mmcache.paths import check_socket
 from mmcache.sizes import parse_size
@@ -202,6 +203,19 @@ class Settings(BaseModel):
         0,
         ge=0,
         le=64 << 40,
+    )
+    attention: Annotated[str, AfterValidator(rules.check_attention)] = _setting(
+        "which kernel does attention on a CUDA device in half precision: auto (the fastest of those that are installed "
+        f"and right, measured at start) or one of {', '.join(ATTENTION_NAMES)}",
+        f"auto or one of {', '.join(ATTENTION_NAMES)}",
+        "auto",
+    )
+    graph_bytes: Size = _setting(
+        "most memory of a CUDA device that a rank's CUDA graphs may take, which make small batches faster; 0 for none",
+        "a size from 0 to 64GiB",
+        GRAPH_BYTES,
+        ge=0,
+        le=64 << 30,
     )
     stream_priority: Annotated[Literal["low", "high"], BeforeValidator(rules.lower)] = _setting(
         "of a rank's work on a CUDA device, against that of other processes under MPS: low or high",

@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationInfo
 
+from encoder.device_options import ATTENTION_NAMES, AUTO
 from ipc.devices import num_devices
 
 STORE_FILE = "embeddings.lmdb"
@@ -109,6 +110,12 @@ def check_model(value: str) -> str:
     except CheckpointError as error:
         raise ValueError(str(error)) from None
     return value
+
+
+def check_attention(value: str) -> str:
+    if value.lower() not in (AUTO, *ATTENTION_NAMES):
+        raise ValueError(f"unknown kernel: must be {AUTO} or one of {', '.join(ATTENTION_NAMES)}")
+    return value.lower()
 
 
 def lower(value: object) -> object:

@@ -54,7 +54,9 @@ GROUPS = {
     "local": {"local", "local_aio"},
     "cli": {"__main__"},
 }
-TORCH_FREE_ENCODER = {"encoder.config", "encoder.errors", "encoder.sizing", "encoder.sharding"}
+TORCH_FREE_ENCODER = {
+    "encoder.config", "encoder.device_options", "encoder.errors", "encoder.sizing", "encoder.sharding",
+}  # fmt: skip
 TORCH_FREE = [
     *PACKAGES,
     *sorted(TORCH_FREE_ENCODER),
@@ -70,7 +72,7 @@ TORCH_FREE = [
 ALLOWED = {
     "errors": {"encoder.errors", "ipc.errors"},
     "keys": set(),
-    "config": set(),
+    "config": {"encoder.device_options"},
     "media": set(),
     "images": {"media"},
     "protocol": {"keys", "ipc"},
@@ -112,6 +114,7 @@ HEAVY = {
     "cuda",
     "flash_attn",
     "transformers",
+    "triton",
 }
 
 

@@ -71,7 +71,7 @@ class StartRank(Message):
     """Load the model and make the pool. Carries the ingest region's descriptor.
 
     `has_pool`: carries the descriptor of device memory too, of `pool_bytes`, which a rank before this one left.
-    `num_sharing`: ranks on the same device, this one too.
+    `num_sharing`: ranks on the same device, this one too. `keeps_digests`: of what it encodes, for checks.
     """
 
     model: str
@@ -83,6 +83,9 @@ class StartRank(Message):
     has_pool: bool = False
     device_bytes: int = 0
     has_high_priority: bool = False
+    attention: str = "auto"
+    graph_bytes: int = 0
+    keeps_digests: bool = False
     seed: int
     deterministic: bool = False
     known: dict[str, str] = {}
@@ -94,7 +97,7 @@ class ModelReport(Message):
 
     `cost`: the numbers of its `CostModel`. `cost_identity`: of the conditions that they hold for. `max_patches`: of a
     batch, that fit into the memory that is free beside weights and pool; 0 if nothing limits it. `bytes_per_patch`:
-    what a batch takes there.
+    what a batch takes there. `acceleration`: what it uses of a GPU, as `encoder.device_options.Acceleration` has it.
     """
 
     weights_digest: bytes
@@ -107,6 +110,7 @@ class ModelReport(Message):
     cost_identity: str
     max_patches: int = 0
     bytes_per_patch: int = 0
+    acceleration: dict[str, str | int] = {}
 
 
 class RankReady(ModelReport):
@@ -195,7 +199,7 @@ class Ran(Message):
 
     `false_claims`: items that were not encoded, because their bytes are not those of their key. `failure`: why none of
     them was encoded, in `error` for people; after "memory" the rank goes on with other batches as it does after
-    "error". `max_patches`: as in `ModelReport`, from now on.
+    "error". `max_patches`: as in `ModelReport`, from now on. `acceleration`: likewise; empty after a failure.
     """
 
     batch_id: int
@@ -205,6 +209,7 @@ class Ran(Message):
     failure: Literal["", "memory", "error"] = ""
     error: str = ""
     max_patches: int = 0
+    acceleration: dict[str, str | int] = {}
 
 
 class Copy(Message):
@@ -246,11 +251,15 @@ class Compare(Message):
 
 
 class Compared(Message):
-    """The answer; see `encoder.difference.Difference`. Numbers may be infinite or NaN. `error`: why there is none."""
+    """The answer; see `encoder.difference.Difference`. Numbers may be infinite or NaN. `error`: why there is none.
+
+    `is_intact`: every bit of the cached one is what the rank has encoded there; also where it does not know.
+    """
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     compare_id: int
+    is_intact: bool = True
     is_same_bits: bool = False
     relative_error: float = 0.0
     min_cosine: float = 0.0

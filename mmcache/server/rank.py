@@ -60,6 +60,7 @@ class Rank:
         facts: the model that its process encodes with; None before it is warm.
         next: facts and costs of the model that its process has loaded beside that one, if any.
         model: what its process was told to load.
+        acceleration: what it uses of a GPU, as of its latest answer.
         is_ready: whether it takes work: it is warm, and its model is the one that is served.
         is_stale: it is warm, but the files of its model had changed when it read them.
         is_given_up: it takes no work any more and is about to die.
@@ -82,6 +83,7 @@ class Rank:
         self.facts: ModelFacts | None = None
         self.next: tuple[ModelFacts, Predictor] | None = None
         self._next_patches = 0
+        self.acceleration: dict[str, str | int] = {}
         self.is_ready = self.is_stale = self.is_given_up = self.has_worked = False
         self.failure: MMCacheError | None = None
         self.death: Death | None = None
@@ -99,6 +101,7 @@ class Rank:
             num_sharing=ranks.num_sharing(index),
             pool_bytes=left.nbytes if left else settings.pool_bytes, has_pool=left is not None, seed=ranks.seed,
             deterministic=settings.deterministic, known=ranks.digests.known, costs=ranks.calibrations.known,
+            attention=settings.attention, graph_bytes=settings.graph_bytes, keeps_digests=settings.verify_sample > 0,
             device_bytes=settings.device_bytes, has_high_priority=settings.stream_priority == "high",
         )  # fmt: skip
         environ = {"OMP_NUM_THREADS": str(threads)}
@@ -223,6 +226,7 @@ class Rank:
                 self.memory = PoolMemory(self._pool_id, fds[0], ready.pool_bytes, ready.device, self._ranks.on_evict)
             self.facts, self.cost = self._described(self.model, ready)
             self._bound(ready.max_patches)
+            self.acceleration = ready.acceleration
             self._watchdog.answered(LOADING, 0)
             self._ranks.on_ready(self)
             return
@@ -252,6 +256,7 @@ class Rank:
     def _on_ran(self, ran: Ran) -> None:
         self._watchdog.answered(ENCODING, ran.batch_id)
         self._bound(ran.max_patches)
+        self.acceleration = ran.acceleration or self.acceleration
         if ran.failure == "memory":
             self._ranks.on_out_of_memory(self)
         self.batcher.ran(ran)

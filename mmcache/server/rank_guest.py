@@ -18,7 +18,7 @@ from mmcache.errors import ConnectionLost
 from mmcache.framing import Kind, pack_frame
 from mmcache.server.messages import StartFailed
 from mmcache.server.rank_bound import return_memory
-from mmcache.server.rank_memory import use_device
+from mmcache.server.rank_memory import use_device, use_stream
 from mmcache.server.rank_process import LostPoolError, Rank
 from mmcache.server.reasons import FAILURES, reason_of
 from mmcache.transport import BlockingChannel
@@ -69,6 +69,7 @@ class GuestRank(Rank):
 
     def _load_each(self) -> None:
         use_device(self._device)
+        use_stream(self._device, self._start.has_high_priority)
         with contextlib.suppress(ConnectionLost):
             while not self._is_ending:
                 if (load := self._loads.get()) is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from encoder.calibration import calibrate, conditions
 from encoder.config import NUMERICS_VERSION
+from encoder.device_options import DeviceOptions
 from encoder.errors import CheckpointError
 from encoder.memory import ActivationMemory, measure_activations, predict_activations
 from encoder.model import Encoder
@@ -44,7 +45,7 @@ def load_model(
     """Load a model, warm it up and describe it.
 
     Args:
-        start: what the rank was started with: device, dtype, and whether it is deterministic.
+        start: what the rank was started with: device, dtype, whether it is deterministic, how it uses a GPU.
         model: a preset or a checkpoint folder.
         known: digests of weights by the identity of their files; see docs/fingerprint.md.
         costs: numbers of cost models by the conditions that they were measured under; what is there is not measured.
@@ -56,14 +57,16 @@ def load_model(
     began_ns = time.time_ns()
     stamps, settings = _stamps(folder), _settings_stamps(folder)
     encoder = Encoder.load(
-        model, device=start.device, dtype=getattr(torch, start.dtype), deterministic=start.deterministic
-    )
+        model, device=start.device, dtype=getattr(torch, start.dtype), deterministic=start.deterministic,
+        options=DeviceOptions(start.attention, start.graph_bytes),
+    )  # fmt: skip
     if (stamps, settings) != (_stamps(folder), _settings_stamps(folder)):
         raise CheckpointError(f"{folder}: its files changed while they were read; try again when they are complete")
     identity = identify(encoder, stamps) if stamps and are_settled(stamps, began_ns) else ""
     encoder.warm_up()
-    cost_identity = digest_parts((_COST_TAG, conditions(encoder).encode())).hex()
     activations = measure_activations(encoder) if before is None else _activations_beside(before, encoder)
+    encoder.use_graphs()  # a graph takes no memory when it runs, so that was measured without
+    cost_identity = digest_parts((_COST_TAG, conditions(encoder).encode())).hex()
     report = ModelReport(
         weights_digest=bytes.fromhex(known[identity]) if identity in known else digest_weights(encoder),
         identity=identity,
@@ -75,6 +78,7 @@ def load_model(
         cost_identity=cost_identity,
         max_patches=bound_of(activations, _free_bytes(start, encoder, before)),
         bytes_per_patch=activations.bytes_per_patch,
+        acceleration=asdict(encoder.acceleration),
     )
     return RankModel(encoder, report, activations)
 
@@ -86,9 +90,13 @@ def _activations_beside(before: RankModel, encoder: Encoder) -> ActivationMemory
 
 
 def _free_bytes(start: StartRank, encoder: Encoder, before: RankModel | None) -> int | None:
-    """What there will be for activations when the model before this one is gone."""
+    """What there will be for activations when the model before this one is gone, and graphs take all they may."""
     free = free_bytes(encoder.device, start.num_sharing, start.device_bytes)
-    return free if free is None or before is None else free + before.encoder.num_bytes
+    if free is None:
+        return None
+    if encoder.acceleration.attention:
+        free = max(0, free - max(0, start.graph_bytes - encoder.acceleration.graph_bytes))
+    return free if before is None else free + before.encoder.num_bytes
 
 
 def digest_weights(encoder: Encoder) -> bytes:

@@ -14,14 +14,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Literal
 
 import torch
 
 from encoder.difference import difference
 from encoder.errors import EncoderError
+from encoder.finite import all_finite
 from encoder.memory import is_out_of_memory
-from encoder.model import Item, all_finite
+from encoder.model import Item
 from encoder.source import resolve_model
 from ipc.errors import IpcError
 from mmcache.errors import ConfigError, ConnectionLost
@@ -45,6 +47,7 @@ from mmcache.server.messages import (
     pixels_shape,
 )
 from mmcache.server.rank_bound import MemoryBound, return_memory
+from mmcache.server.rank_digests import KeptDigests
 from mmcache.server.rank_memory import (
     DeviceIngest,
     PoolTensor,
@@ -70,10 +73,12 @@ class Rank:
         ingest_fd, *pool_fds = take_descriptors(frame, 1 + start.has_pool)
         self._device = torch.device(start.device)
         use_device(self._device)
+        use_stream(self._device, start.has_high_priority)
         bound_memory(self._device, start.device_bytes)
         self._ingest = open_ingest(ingest_fd, self._device)
         self._channel = channel
         self._sending = threading.Lock()
+        self._digests = KeptDigests(start.keeps_digests)
         self._staged = StagedReader(start.seed, self._device)
         self._batches: queue.SimpleQueue[Run | Compare | UnmapRegion | RankModel | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()  # None: a model was dropped
@@ -94,7 +99,6 @@ class Rank:
         """Until the sidecar closes the channel."""
         self._start_thread(self._read, "read")
         self._start_thread(self._load_each, "load")
-        use_stream(self._device, self._start.has_high_priority)
         while (work := self._batches.get()) is not None:
             if isinstance(work, RankModel):
                 self._model = self._adopted(work)
@@ -157,6 +161,7 @@ class Rank:
             self._loads.put(None)
         elif frame.kind == Kind.COPY:
             copy = parse(Copy, frame)
+            self._digests.copied(copy.extent)
             self._ingest.copy_to(copy.source, self._pool.tensor(copy.extent, copy.nbytes))
             finite = not copy.guard or self._is_finite(copy.extent, copy.nbytes)
             self._send(pack_frame(Kind.COPIED, Copied(copy_id=copy.copy_id, finite=finite)))
@@ -169,6 +174,7 @@ class Rank:
     def _load_each(self) -> None:
         self._use_threads()
         use_device(self._device)
+        use_stream(self._device, self._start.has_high_priority)
         with contextlib.suppress(ConnectionLost):
             while True:
                 if (load := self._loads.get()) is None:
@@ -211,11 +217,13 @@ class Rank:
         good = [place for place in places if place in items]
         outs = [self._out(run.extents[place], run.num_tokens[place]) for place in good]
         found = dict(zip(good, self._model.encoder.encode([items[place] for place in good], outs), strict=True))
+        self._digests.encoded([run.extents[place] for place in good], outs)
         seconds = time.perf_counter() - started
         self._bound.ran()
         return Ran(
             batch_id=run.batch_id, seconds=seconds, finite=[found.get(place, False) for place in places],
             false_claims=[place for place in places if place not in items], max_patches=self._bound.max_patches,
+            acceleration=asdict(self._model.encoder.acceleration),
         )  # fmt: skip
 
     def _pixels(self, run: Run, place: int) -> Item:
@@ -225,12 +233,13 @@ class Rank:
     def _compare(self, compare: Compare) -> Compared:
         cached, fresh = (self._out(extent, compare.num_tokens) for extent in (compare.cached, compare.fresh))
         try:
-            found = difference(cached, fresh)
+            found, is_intact = difference(cached, fresh), self._digests.is_intact(compare.cached, cached)
         except FAILURES as error:
             check_device(self._device)
             return Compared(compare_id=compare.compare_id, error=reason_of(error))
         return Compared(
             compare_id=compare.compare_id,
+            is_intact=is_intact,
             is_same_bits=found.is_same_bits,
             relative_error=found.relative_error,
             min_cosine=found.min_cosine,

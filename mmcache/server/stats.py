@@ -98,7 +98,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "room_waits": stats.room_waits,
             "recalls": stats.recalls,
         },
-        "ranks": ranks.counters(),
+        "ranks": ranks.counters() | {"acceleration": [rank.acceleration for rank in ranks.ready]},
         "decoders": coordinator.decoders.counters(),
         "ingest": {
             "bytes_total": coordinator.ingest.region.nbytes,

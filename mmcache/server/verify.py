@@ -55,8 +55,9 @@ class Bound(NamedTuple):
     min_cosine: float
 
 
-BOUNDS = {"float32": Bound(1e-5, float("-inf")), "bfloat16": Bound(2e-2, 0.9999)}
-"""Without `deterministic`; docs/fidelity.md has what was seen."""
+BOUNDS = {"float32": Bound(1e-5, float("-inf")), "bfloat16": Bound(4e-2, 0.9996)}
+"""Without `deterministic`. In bfloat16 each is within 2e-2 and 0.9999 of the truth (docs/fidelity.md), and so
+within these of the other: errors add up, and so do angles."""
 
 
 class Sampler:
@@ -243,6 +244,8 @@ class Verifier:
             self._home.ingest.free(pixels.part)
 
     def _judged(self, found: Compared) -> str:
+        if not found.is_intact:
+            return "its bytes have changed since it was encoded"
         bound = BOUNDS[self._home.facts.dtype]
         is_near = found.relative_error <= bound.relative_error and found.min_cosine >= bound.min_cosine
         if found.is_same_bits or (is_near and not self._home.settings.deterministic):

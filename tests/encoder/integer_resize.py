@@ -22,7 +22,7 @@ def integer_resize(image: Pixels, width: int, height: int) -> Pixels:
 
 
 def _columns(image: Pixels, size: int) -> Pixels:
-    first, weights = _weights(image.shape[1], size)
+    first, weights = weights_of(image.shape[1], size)
     lines = np.ascontiguousarray(image.transpose(1, 0, 2))
     sums = 2**21 + (_by_tap if weights.shape[1] < size else _by_pixel)(lines, first, weights)
     assert np.abs(sums).max() < 2**31, "the accumulator is 32 bits wide"
@@ -44,7 +44,7 @@ def _by_pixel(lines: Pixels, first: Integers, weights: Integers) -> Integers:
     return np.array(sums).astype(np.int64).reshape(len(first), *lines.shape[1:])
 
 
-def _weights(length: int, size: int) -> tuple[Integers, Integers]:
+def weights_of(length: int, size: int) -> tuple[Integers, Integers]:
     """Return the first input pixel of each output pixel, and its weights in units of 2^-22, zero beyond its window."""
     scale = length / size
     stretch = max(1.0, scale)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from encoder.errors import CheckpointError, ImageError
-from encoder.model import Encoder, all_finite
+from encoder.finite import all_finite
+from encoder.model import Encoder
 from encoder.preprocess import Pixels, preprocess
 from encoder.sizing import grid_thw, num_tokens
 from encoder.source import resolve_model

@@ -1,0 +1,1 @@
+"""Kernels for the device, in Triton, which only this package imports. This module imports nothing."""

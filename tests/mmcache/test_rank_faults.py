@@ -230,3 +230,17 @@ def test_wrong_limits(value: str) -> None:
     with pytest.raises(mmcache.ConfigError, match=r"encode_timeout_s = .*must be auto or a number, 1 to 86400"):
         load_settings({"encode_timeout_s": value}, {"HOME": "/users/someone"})
     assert load_settings({"encode_timeout_s": "2.5"}, {"HOME": "/users/someone"}).encode_timeout_s == 2.5
+
+
+def test_five_hundred_images_at_once_are_bounded_batches(sidecar: SidecarProcess) -> None:
+    with sidecar.connect(timeout=PATIENCE_S) as client:
+        before = client.stats()
+        items = [image(5000 + seed, 56, 84 if seed % 2 else 56) for seed in range(500)]
+        for lease in client.encode(items):
+            lease.release()
+        after = client.stats()
+        patches = sum((item.shape[0] // 14) * (item.shape[1] // 14) for item in items)
+        bound = max(rank["max_patches"] for rank in after["ranks"]["by_rank"].values())
+        assert after["encode"]["batches"] - before["encode"]["batches"] >= patches // bound
+        assert after["ranks"]["out_of_memory"] == before["ranks"]["out_of_memory"]
+        assert after["ranks"]["restarts"] == before["ranks"]["restarts"]

@@ -176,9 +176,9 @@ class Client(Asking):
         """Put pixels where the sidecar's ranks can read them, once; send the reference instead of the bytes.
 
         Args:
-            item: a uint8 array or tensor as `encode` takes it; or, with `grid`, patch rows that are normalised already,
-                float32, float16 or bfloat16, `[t·h·w, 3, patch, patch]` or `[t·h·w, 3·patch²]`. A tensor on a CUDA
-                device is copied after what is queued on the calling thread's current stream, for which the call waits.
+            item: a uint8 array or tensor as `encode` takes it, of a CUDA device too (copied after what is queued on
+                this thread's current stream); or, with `grid`, patch rows that are normalised already, float32,
+                float16 or bfloat16, `[t·h·w, 3, patch, patch]` or `[t·h·w, 3·patch²]`.
             consumers: how many encode positions, in any processes of the namespace, may name it. If its key has an
                 embedding by the first of them, nobody reads it.
             grid: patches in time, height and width.
@@ -186,8 +186,7 @@ class Client(Asking):
         Raises:
             StagingExhausted: no room within the timeout, or larger than the whole region.
             ItemError: it is no such array.
-            CapturingError: its current stream is being captured into a CUDA graph.
-            RequestTimeout, ConnectionLost, ClientClosed: the call failed.
+            CapturingError, RequestTimeout, ConnectionLost, ClientClosed: the call failed.
         """
         return self.stage_all([item], consumers, grids=None if grid is None else [grid])[0]
 

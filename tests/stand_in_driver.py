@@ -111,9 +111,9 @@ class Driver(types.ModuleType):
 
     def arrive(self) -> None:
         """All streams get to the end of what is queued on them."""
-        for _, address, value in self.written:
+        while self.written:
+            _, address, value = self.written.pop()
             ctypes.c_uint32.from_address(address).value = value
-        self.written.clear()
 
     @property
     def contexts(self) -> list[int]:
@@ -193,7 +193,10 @@ class Driver(types.ModuleType):
         return (self.event_codes.get(event, CUresult.CUDA_SUCCESS),)
 
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
-        return (self.synchronize_codes.pop(0) if self.synchronize_codes else CUresult.CUDA_SUCCESS,)
+        if self.synchronize_codes:
+            return (self.synchronize_codes.pop(0),)
+        self.arrive()
+        return (CUresult.CUDA_SUCCESS,)
 
     def cuGetErrorName(self, code: CUresult) -> tuple[Any, ...]:
         return 0, CUresult(code).name.encode()

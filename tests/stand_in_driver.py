@@ -84,7 +84,7 @@ class Driver(types.ModuleType):
         capturing: numbers of streams that are being captured.
         written: (stream, address, value) of words that are queued.
         on_write: called before each is queued.
-        write_code, synchronize_codes, event_codes: what calls return, besides success; by event.
+        write_code, register_code, synchronize_codes, event_codes: what calls return, besides success; by event.
         registered: addresses of host memory that is locked; registrations: the contexts in which it was, and the mode.
         owner: the device whose memory any descriptor is.
     """
@@ -99,7 +99,7 @@ class Driver(types.ModuleType):
         self.written: list[tuple[int, int, int]] = []
         self.on_write: Callable[[], object] = lambda: None
         self.on_register: Callable[[], object] = lambda: None
-        self.write_code = CUresult.CUDA_SUCCESS
+        self.write_code = self.register_code = CUresult.CUDA_SUCCESS
         self.synchronize_codes: list[CUresult] = []
         self.event_codes: dict[int, CUresult] = {}
         self.query_contexts: list[int | None] = []
@@ -156,6 +156,8 @@ class Driver(types.ModuleType):
 
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> tuple[Any, ...]:
         self.on_register()
+        if self.register_code != CUresult.CUDA_SUCCESS:
+            return (self.register_code,)
         if address in self.registered:
             return (CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,)
         self.registered.add(address)

@@ -1,6 +1,6 @@
 """A client's connection without its I/O: frames in, frames out. The faces of client.py and aio.py move them.
 
-Threads: the faces call this one at a time; only `acknowledge` and `drop` may come from anywhere, at any time.
+Threads: the faces call this one at a time; only `acknowledge`, `let_go` and `drop` may come from anywhere, at any time.
 """
 
 from __future__ import annotations

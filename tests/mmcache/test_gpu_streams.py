@@ -188,6 +188,20 @@ def test_a_client_may_be_dropped_in_a_capture(cuda_sidecar: SidecarProcess, clie
     )
 
 
+def test_a_client_that_staged_may_be_closed_in_a_capture(cuda_sidecar: SidecarProcess) -> None:
+    """The pages of its region are unlocked there."""
+    other = cuda_sidecar.connect()
+    other.stage(torch.from_numpy(image(4)).cuda())
+    graph, out = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out += 1
+        other.close()
+        out += 1
+    graph.replay()
+    assert out.tolist() == [2.0] * 8
+
+
 def test_the_pools_own_device_may_be_named(cuda_sidecar: SidecarProcess) -> None:
     with cuda_sidecar.connect(device="cuda:0") as client:
         (lease,) = client.encode([image(5)])

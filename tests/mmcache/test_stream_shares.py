@@ -6,6 +6,7 @@ The sidecar is one on a CPU. What its pool has is taken for memory of a device, 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -17,8 +18,12 @@ import torch
 
 import mmcache
 from ipc.memory_shm import ReadOnlyRegion
+from mmcache.core import ClientCore
 from mmcache.device_memory import DeviceMemory, checked_ordinal
+from mmcache.framing import Frame, Kind
 from mmcache.lease import Lease
+from mmcache.protocol import PoolAdded
+from tests.mmcache.loops import Run
 from tests.mmcache.support import SidecarProcess, eventually, image
 from tests.stand_in_driver import CUresult, Driver, Event, Stream, machine
 
@@ -362,6 +367,31 @@ def test_what_is_no_device_is_refused_before_anything_is_connected(device: Any) 
         mmcache.connect("/nowhere", device=device)
     with pytest.raises(ValueError, match="cuda:0"):
         mmcache.AsyncClient.connect("/nowhere", device=device)
+
+
+def told_of_a_pool(core: ClientCore) -> DeviceMemory:
+    """What a client has of a pool on a device that its sidecar tells it of."""
+    added = PoolAdded(pool_id=99, nbytes=1 << 21, device="aaaa")
+    core.receive(Frame(Kind.POOL_ADDED, added.model_dump_json().encode(), b"", [os.open(os.devnull, os.O_RDONLY)]))
+    memory = core._pools[99]
+    assert isinstance(memory, DeviceMemory)
+    return memory
+
+
+def test_every_connection_knows_the_device_that_its_client_names(shared_sidecar: SidecarProcess, run: Run) -> None:
+    with shared_sidecar.connect(device="cuda:2", reconnect=True) as client:
+        assert told_of_a_pool(client._core)._ordinal == 2
+        client._pump.channel.shut_down()
+        assert client.stats()["ranks"]["ready"] > 0
+        assert told_of_a_pool(client._core)._ordinal == 2, "the next one too"
+    with shared_sidecar.connect() as client:
+        assert told_of_a_pool(client._core)._ordinal is None
+
+    async def test() -> None:
+        async with mmcache.AsyncClient.connect(shared_sidecar.socket, device="cuda:2") as client:
+            assert told_of_a_pool(client._core)._ordinal == 2
+
+    run(test())
 
 
 def test_a_client_reads_on_the_device_that_it_names(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Words: TypeAlias = NDArray[np.uint32]
+
+T = TypeVar("T")
 
 
 class StreamAcknowledger:
@@ -104,7 +106,7 @@ class StreamAcknowledger:
 
     def _write(self, stream: torch.cuda.Stream, words: int | None, slot: int, generation: int) -> None:
         if words is None:
-            self._waiting.add(_recorded(stream), stream.device_index, slot, generation)
+            self._waiting.add(_done(stream.record_event), stream.device_index, slot, generation)
             self.num_fallbacks += 1
             return
         try:
@@ -133,15 +135,15 @@ def refuse_captures(streams: Iterable[torch.cuda.Stream], current: int = -1) -> 
 def _joined(stream: torch.cuda.Stream, others: Iterable[torch.cuda.Stream]) -> None:
     """What is queued on `stream` later comes after what is queued on the others now."""
     for other in others:
-        stream.wait_event(_recorded(other))
+        _done(stream.wait_event, _done(other.record_event))
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def _done(method: Callable[..., T], *arguments: object) -> T:
+    """What a method of torch returns; it raises as the driver's calls do."""
     try:
-        event: torch.cuda.Event = stream.record_event()
+        return method(*arguments)
     except RuntimeError as error:  # torch's own class has the code
-        raise _refused(CudaFailed(f"{stream}: {error}", int(getattr(error, "error_code", 0)))) from error
-    return event
+        raise _refused(CudaFailed(str(error), int(getattr(error, "error_code", 0)))) from error
 
 
 def _refused(error: CudaFailed) -> CudaFailed | CapturingError:

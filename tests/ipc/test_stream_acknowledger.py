@@ -62,25 +62,26 @@ def test_a_finalizer_may_acknowledge_in_the_middle_of_an_acknowledgement(
     acknowledger.close()
 
 
-def test_an_event_that_cannot_be_recorded_is_a_failure_of_the_device(
-    driver: Driver, control: ControlMemory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["record_event", "wait_event"])
+def test_an_event_that_cannot_be_recorded_or_waited_for_is_a_failure_of_the_device(
+    driver: Driver, control: ControlMemory, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     acknowledger = made(control)
-    other = Stream(8, 2)
+    first, other = Stream(7, 2), Stream(8, 2)
 
     class Failed(RuntimeError):
         error_code = 700
 
-    def failed() -> None:
+    def failed(*_: object) -> None:
         raise Failed("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(other, "record_event", failed)
+    monkeypatch.setattr(other if method == "record_event" else first, method, failed)
     with pytest.raises(CudaFailed, match="illegal") as caught:
-        acknowledger.acknowledge(1, 5, [Stream(7, 2), other])
+        acknowledger.acknowledge(1, 5, [first, other])
     assert caught.value.code == 700
     Failed.error_code = 906
     with pytest.raises(CapturingError, match="captured"):
-        acknowledger.acknowledge(1, 5, [Stream(7, 2), other])
+        acknowledger.acknowledge(1, 5, [first, other])
     assert not driver.written
     acknowledger.close()
 

@@ -5,19 +5,20 @@ The host neither waits nor polls. The control memory is registered with CUDA onc
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 
 from ipc.control import GENERATION_MAX, WORD_BYTES, ControlMemory
-from ipc.cuda_driver import call, driver, is_capturing, primary_context, relaxed
+from ipc.cuda_driver import CAPTURE_ERRORS, call, driver, is_capturing, primary_context, relaxed
+from ipc.cuda_host import device_address, lock_pages, unlock_pages
 from ipc.cuda_mapping import await_device
-from ipc.errors import CapturingError, OutOfBounds
+from ipc.cuda_waiting import EventWaiter
+from ipc.errors import CapturingError, CudaFailed, OutOfBounds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,13 +26,11 @@ if TYPE_CHECKING:
 
     Words: TypeAlias = NDArray[np.uint32]
 
-_POLL_SECONDS = 2e-4
-_Pending: TypeAlias = tuple[Callable[[], bool], int, int]
-"""Whether the work is done, and the slot and generation to store then."""
+T = TypeVar("T")
 
 
 class StreamAcknowledger:
-    """Acknowledges the shares of one connection in stream order. Thread-safe.
+    """Acknowledges the shares of one connection in stream order. Thread-safe; a finalizer may come in the middle.
 
     Where a device has no stream memory operations, or `by_stream` is False, an event and a thread do it: the thread
     looks every 0.2 ms while something is pending, and stores the word once the event is done.
@@ -44,6 +43,8 @@ class StreamAcknowledger:
     def __init__(self, control: ControlMemory, device: torch.device, *, by_stream: bool = True) -> None:
         """Registers `control`, whose memory stays mapped until `close()`; `control` itself stays the caller's.
 
+        One that is dropped is closed by a thread of its own, in which nobody waits.
+
         `device` is the consumer's own, with its number; streams of its other devices may be used too. Raises
         `DeviceUnavailable` without a device, and `CudaFailed` if the memory cannot be registered.
         """
@@ -51,11 +52,12 @@ class StreamAcknowledger:
         self.num_fallbacks = 0
         self._control = control
         self._by_stream = by_stream
-        self._lock = threading.Lock()
+        self._ordinal = device.index
+        self._lock = threading.RLock()  # what is done under it may collect garbage, and that may acknowledge
         self._devices: dict[int, int | None] = {}
-        self._waiting: _Waiting | None = None
-        _register(control.words, device.index)
-        self._close = weakref.finalize(self, _unregister, self._devices, control.words, device.index)
+        self._waiting = EventWaiter(control)
+        lock_pages(control.words, device.index)
+        self._close = weakref.finalize(self, _retire, self._devices, control.words, device.index, self._waiting)
         self._close.atexit = False
 
     def acknowledge(self, slot: int, generation: int, streams: Sequence[torch.cuda.Stream]) -> None:
@@ -65,7 +67,8 @@ class StreamAcknowledger:
         waits for the others, and later work on it waits too.
 
         Raises `CapturingError` if one of them is being captured into a graph, whose replays would acknowledge the
-        wrong share; `OutOfBounds` for a slot, a generation or streams that cannot be. Nothing is changed then.
+        wrong share; `OutOfBounds` for a slot, a generation or streams that cannot be; `CudaFailed` if the device
+        failed. Nothing is acknowledged then.
         """
         if not 0 < slot < self._control.num_words:
             raise OutOfBounds(f"slot {slot} is not one of 1..{self._control.num_words - 1}")
@@ -81,8 +84,7 @@ class StreamAcknowledger:
                 if not self._close.alive:
                     raise OutOfBounds("the acknowledger is closed")
                 words = self._words_on(ordinal)
-                for other in others:
-                    first.wait_event(other.record_event())
+                _joined(first, others)
                 self._write(first, words, slot, generation)
 
     def close(self) -> None:
@@ -91,71 +93,27 @@ class StreamAcknowledger:
         Waits for all work of the devices that acknowledged; not to be called while a graph is captured on one.
         """
         with self._lock:
-            waiting, self._waiting = self._waiting, None
-            if waiting is not None:
-                waiting.finish()
-            self._close()
+            detached = self._close.detach()
+        if detached is not None:
+            _unregister(_used(self._devices), self._control.words, self._ordinal, self._waiting)
 
     def _words_on(self, ordinal: int) -> int | None:
         """The words as the device sees them, or None where a thread has to store. The lock is held."""
         if ordinal not in self._devices:
             writes = self._by_stream and _has_stream_writes(ordinal)
-            self._devices[ordinal] = _device_address(self._control.words, ordinal) if writes else None
+            self._devices[ordinal] = device_address(self._control.words, ordinal) if writes else None
         return self._devices[ordinal]
 
     def _write(self, stream: torch.cuda.Stream, words: int | None, slot: int, generation: int) -> None:
         if words is None:
-            if self._waiting is None:
-                self._waiting = _Waiting(self._control)
-            self._waiting.add(stream.record_event().query, slot, generation)
+            self._waiting.add(_done(stream.record_event), stream.device_index, slot, generation)
             self.num_fallbacks += 1
-        else:
+            return
+        try:
             call(driver.cuStreamWriteValue32, stream.cuda_stream, words + slot * WORD_BYTES, generation, 0)
-            self.num_stream_writes += 1
-
-
-class _Waiting:
-    """The thread that stores words whose events are done, in no particular order."""
-
-    def __init__(self, control: ControlMemory) -> None:
-        self._control = control
-        self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="cuda-acknowledge", daemon=True)
-        self._thread.start()
-
-    def add(self, is_done: Callable[[], bool], slot: int, generation: int) -> None:
-        self._queue.put((is_done, slot, generation))
-
-    def finish(self) -> None:
-        """Returns when all that was added is stored."""
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        pending: list[_Pending] = []
-        is_finishing = False
-        with relaxed():
-            while pending or not is_finishing:
-                if not pending and not is_finishing:
-                    is_finishing = self._take(pending, block=True)
-                while not is_finishing and not self._queue.empty():
-                    is_finishing = self._take(pending, block=False)
-                pending = [waiting for waiting in pending if not self._store(*waiting)]
-                if pending:
-                    time.sleep(_POLL_SECONDS)
-
-    def _take(self, pending: list[_Pending], *, block: bool) -> bool:
-        """Moves one into `pending`. True if it was the last."""
-        item = self._queue.get(block=block)
-        if item is not None:
-            pending.append(item)
-        return item is None
-
-    def _store(self, is_done: Callable[[], bool], slot: int, generation: int) -> bool:
-        if not is_done():
-            return False
-        self._control.acknowledge(slot, generation)
-        return True
+        except CudaFailed as error:
+            raise _refused(error) from error
+        self.num_stream_writes += 1
 
 
 def refuse_captures(streams: Iterable[torch.cuda.Stream], current: int = -1) -> None:
@@ -174,29 +132,48 @@ def refuse_captures(streams: Iterable[torch.cuda.Stream], current: int = -1) -> 
             )
 
 
-def _register(words: Words, ordinal: int) -> None:
-    flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
-    with primary_context(ordinal), relaxed():
-        call(driver.cuMemHostRegister, _host_address(words), words.nbytes, flags)
+def _joined(stream: torch.cuda.Stream, others: Iterable[torch.cuda.Stream]) -> None:
+    """What is queued on `stream` later comes after what is queued on the others now."""
+    for other in others:
+        _done(stream.wait_event, _done(other.record_event))
 
 
-def _unregister(devices: dict[int, int | None], words: Words, ordinal: int) -> None:
-    """The finalizer keeps `words`: the memory must stay mapped until the devices are done with it."""
-    for each in devices:
-        with primary_context(each):
-            await_device(torch.cuda.current_stream(each).cuda_stream)
-    with primary_context(ordinal), relaxed():
-        call(driver.cuMemHostUnregister, _host_address(words))
+def _done(method: Callable[..., T], *arguments: object) -> T:
+    """What a method of torch returns; it raises as the driver's calls do."""
+    try:
+        return method(*arguments)
+    except RuntimeError as error:  # torch's own class has the code
+        raise _refused(CudaFailed(str(error), int(getattr(error, "error_code", 0)))) from error
 
 
-def _device_address(words: Words, ordinal: int) -> int:
-    with primary_context(ordinal):
-        return int(call(driver.cuMemHostGetDevicePointer, _host_address(words), 0))
+def _refused(error: CudaFailed) -> CudaFailed | CapturingError:
+    return CapturingError(f"a CUDA graph is being captured: {error}") if error.code in CAPTURE_ERRORS else error
 
 
-def _host_address(words: Words) -> int:
-    address: int = words.__array_interface__["data"][0]
-    return address
+def _retire(devices: Iterable[int], words: Words, ordinal: int, waiting: EventWaiter) -> None:
+    """In a thread, for which nobody waits: whoever dropped the last reference may be capturing a graph."""
+    work = (_used(devices), words, ordinal, waiting)
+    with suppress(RuntimeError):  # the interpreter exits: no thread can start, and all goes with the process
+        threading.Thread(target=_give_back, args=work, name="cuda-unregister", daemon=True).start()
+
+
+def _give_back(used: Sequence[tuple[int, int]], words: Words, ordinal: int, waiting: EventWaiter) -> None:
+    with suppress(CudaFailed):  # a device that failed gives nothing back before the process ends
+        _unregister(used, words, ordinal, waiting)
+
+
+def _used(devices: Iterable[int]) -> list[tuple[int, int]]:
+    """The devices, each with the stream that is current in this thread."""
+    return [(each, torch.cuda.current_stream(each).cuda_stream) for each in list(devices)]
+
+
+def _unregister(used: Sequence[tuple[int, int]], words: Words, ordinal: int, waiting: EventWaiter) -> None:
+    """Whoever calls keeps `words`: the memory must stay mapped until the devices are done with it."""
+    waiting.finish()
+    for each, stream in used:
+        with primary_context(each), relaxed():
+            await_device(stream)
+    unlock_pages(words, ordinal)
 
 
 def _has_stream_writes(ordinal: int) -> bool:

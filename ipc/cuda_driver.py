@@ -6,26 +6,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cuda.bindings import driver
 
 from ipc.errors import CudaFailed, DeviceUnavailable
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
+    "CAPTURE_ERRORS",
     "OUT_OF_MEMORY",
     "Context",
     "call",
     "compile_cubin",
     "driver",
     "initialise",
+    "is_captured",
     "is_capturing",
+    "is_event_done",
     "primary_context",
     "relaxed",
 ]
 
 _SUCCESS = int(driver.CUresult.CUDA_SUCCESS)
 OUT_OF_MEMORY = int(driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+CAPTURE_ERRORS = range(
+    int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED),
+    int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD) + 1,
+)
+"""Codes of calls that are refused, or fail, because a graph is being captured; torch's errors have the same."""
 
 
 def call(function: Callable[..., Any], *arguments: object) -> Any:
@@ -97,6 +108,25 @@ def is_capturing(stream: int) -> bool:
     if code != _SUCCESS:
         raise CudaFailed(f"cuStreamIsCapturing: {_describe(code)}", int(code))
     return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
+def is_captured(stream: torch.cuda.Stream) -> bool:
+    """The same of torch's stream, whatever context is current."""
+    with primary_context(stream.device_index):
+        return is_capturing(stream.cuda_stream)
+
+
+def is_event_done(event: int) -> bool:
+    """Whether the work that an event of the current context stands for is done; False while a capture forbids to look.
+
+    Raises `CudaFailed` if the device failed.
+    """
+    (code,) = driver.cuEventQuery(event)
+    if code == _SUCCESS:
+        return True
+    if code == driver.CUresult.CUDA_ERROR_NOT_READY or int(code) in CAPTURE_ERRORS:
+        return False
+    raise CudaFailed(f"cuEventQuery: {_describe(code)}", int(code))
 
 
 def compile_cubin(source: str, name: str, capability: tuple[int, int]) -> bytes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ipc.cuda_dlpack import CUDA, TYPES, wrap
-from ipc.cuda_driver import call, driver, is_capturing, primary_context, relaxed
+from ipc.cuda_driver import CAPTURE_ERRORS, call, driver, is_capturing, primary_context, relaxed
 from ipc.errors import CudaFailed, OutOfBounds
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _retire(address: int, nbytes: int, ordinal: int) -> None:
 
 
 def _unmap(context: Context, stream: int, address: int, nbytes: int) -> None:
-    with context, relaxed():
+    with suppress(CudaFailed), context, relaxed():  # a device that failed gives nothing back before the process ends
         await_device(stream)
         call(driver.cuMemUnmap, address, nbytes)
         call(driver.cuMemAddressFree, address, nbytes)
@@ -93,8 +93,19 @@ def _unmap(context: Context, stream: int, address: int, nbytes: int) -> None:
 def await_device(stream: int) -> None:
     """Wait until all work of the current context is done, and first until no graph is captured on `stream`.
 
-    A context cannot be waited for while one of its streams is being captured; the capture would fail.
+    A context cannot be waited for while one of its streams is being captured. Of streams that are captured elsewhere
+    nobody can know: such a capture fails, and once it has ended this goes on.
     """
-    while is_capturing(stream):
+    while is_capturing(stream) or not _synchronized():
         time.sleep(_CAPTURE_POLL_SECONDS)
-    call(driver.cuCtxSynchronize)
+
+
+def _synchronized() -> bool:
+    """False if a capture forbids it."""
+    try:
+        call(driver.cuCtxSynchronize)
+    except CudaFailed as error:
+        if error.code not in CAPTURE_ERRORS:
+            raise
+        return False
+    return True

@@ -59,7 +59,7 @@ class _Attached:
         """Give up the mapping. Tensors stay valid; after the last of them it is unmapped. Twice is harmless.
 
         Unmapping waits, in a thread of its own, until all work of the device is done, which must not happen while
-        another thread captures a CUDA graph on that device: the capture would fail.
+        another thread captures a CUDA graph on that device: the capture would fail, and unmapping wait for its end.
         """
         self._mapping = None
 
@@ -119,8 +119,9 @@ class DeviceRegion(_Attached):
 
         `device` must be the memory's own. Raises as `DeviceReader.attach` does.
         """
-        at = by_ordinal(_ordinal(device), visible_devices() if visible is None else visible)
-        mapping = _import(fd, nbytes, at.uuid, at, writable=True)
+        seen = visible_devices() if visible is None else visible
+        at = by_ordinal(_ordinal(device), seen)
+        mapping = _import(fd, nbytes, at.uuid, at, seen, writable=True)
         return cls(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), mapping, at.uuid)
 
     def close(self) -> None:
@@ -154,11 +155,11 @@ class DeviceReader(_Attached):
 
         It is read by `device`, which is that device itself unless given; another one needs peer access. The numbers of
         devices may differ between the processes. Raises `DeviceUnavailable` if that cannot be, `OutOfBounds` if the
-        memory is not of that size, and `MemoryUnavailable` if `fd` is no device memory.
+        memory is not of that size, and `MemoryUnavailable` if `fd` is no device memory, or that of another device.
         """
         seen = visible_devices() if visible is None else visible
         reader = for_reader(uuid, None if device is None else _ordinal(device), seen)
-        return cls(_import(fd, nbytes, uuid, reader, writable=False), uuid)
+        return cls(_import(fd, nbytes, uuid, reader, seen, writable=False), uuid)
 
 
 _DESCRIPTOR = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -189,7 +190,9 @@ def _allocate(nbytes: int, at: VisibleDevice) -> tuple[Any, int]:
         raise MemoryUnavailable(f"{size} bytes asked for on {at}: {free} of its {total} bytes are free") from error
 
 
-def _import(fd: int, nbytes: int, uuid: str, reader: VisibleDevice, *, writable: bool) -> Mapping:
+def _import(
+    fd: int, nbytes: int, uuid: str, reader: VisibleDevice, visible: Sequence[VisibleDevice], *, writable: bool
+) -> Mapping:
     with primary_context(reader.ordinal), relaxed():
         try:
             handle = call(driver.cuMemImportFromShareableHandle, fd, _DESCRIPTOR)
@@ -198,6 +201,7 @@ def _import(fd: int, nbytes: int, uuid: str, reader: VisibleDevice, *, writable:
                 f"descriptor {fd} cannot be imported as memory of device {uuid}: {error}"
             ) from error
         try:
+            _check_owner(handle, fd, uuid, visible)
             return Mapping(handle, nbytes, reader.ordinal, writable=writable)
         except CudaFailed as error:
             raise OutOfBounds(
@@ -205,3 +209,11 @@ def _import(fd: int, nbytes: int, uuid: str, reader: VisibleDevice, *, writable:
             ) from error
         finally:
             call(driver.cuMemRelease, handle)
+
+
+def _check_owner(handle: Any, fd: int, uuid: str, visible: Sequence[VisibleDevice]) -> None:
+    """The memory knows where it is. Taken for another device's it would be read over the bus, or not at all."""
+    ordinal = call(driver.cuMemGetAllocationPropertiesFromHandle, handle).location.id
+    found = next((device.uuid for device in visible if device.ordinal == ordinal), f"cuda:{ordinal}")
+    if found != uuid:
+        raise MemoryUnavailable(f"the memory behind descriptor {fd} is on device {found}, not on {uuid} as was said")

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from mmcache.aio_asking import AsyncAsking
 from mmcache.aio_link import connect_pump
 from mmcache.aio_pump import AsyncPump, is_quick
 from mmcache.asking import Item
 from mmcache.client import DEFAULT_TIMEOUT_S, check_timeout
+from mmcache.device_staging import device_items
 from mmcache.encode_call import EncodeCall, Errors, Priority, check_errors, opened
 from mmcache.errors import ItemError, RequestTimeout
+from mmcache.handshake import Target
 from mmcache.keys import ContentKey
 from mmcache.lease import Lease
-from mmcache.paths import default_socket
 from mmcache.records import MAX_ITEMS
 from mmcache.refs import SliceRef, StagedRef, slice_refs
 from mmcache.retries import check_retries
 from mmcache.staging import StageCall
+
+if TYPE_CHECKING:
+    import torch
 
 
 class AsyncClient(AsyncAsking):
@@ -50,6 +52,7 @@ class AsyncClient(AsyncAsking):
         name: str | None = None,
         reconnect: bool = False,
         retry_overloaded: int = 0,
+        device: str | torch.device | None = None,
     ) -> Connecting:
         """Connect: `await` it for a client to `close`, or enter it with `async with`. Arguments as those of `Client`.
 
@@ -60,11 +63,10 @@ class AsyncClient(AsyncAsking):
         """
         check_timeout(timeout)
         num_retries = check_retries(retry_overloaded)
-        path = Path(socket) if socket is not None else default_socket(os.environ)
-        target = (path, name or Path(sys.argv[0] or "python").name, namespace)
+        target = Target.of(socket, name, namespace, device)
 
         async def connected() -> AsyncClient:
-            pump = await connect_pump(*target, time.monotonic() + timeout)
+            pump = await connect_pump(target, time.monotonic() + timeout)
             return cls(pump, target, timeout, reconnect, num_retries)
 
         return Connecting(connected)
@@ -132,7 +134,7 @@ class AsyncClient(AsyncAsking):
         """Stage several. If one fails, none is staged. See `Client.stage_all`."""
         deadline = time.monotonic() + self._timeout_s
         pump = await self._usable(deadline)
-        make = partial(StageCall, pump.core, items, consumers, grids)
+        make = partial(StageCall, pump.core, items, consumers, grids, device_items(items))
         call = make() if (quick := is_quick(items)) else await pump.in_thread(make)
         writing: asyncio.Future[None] | None = None
         try:
@@ -175,7 +177,7 @@ class AsyncClient(AsyncAsking):
     def __del__(self, _warn: Any = warnings.warn) -> None:
         if getattr(self, "_is_closed", True) or os.getpid() != self._pid or self._loop.is_closed():
             return
-        _warn(f"a client of {self._target[0]} was dropped unclosed", ResourceWarning, source=self, stacklevel=1)
+        _warn(f"a client of {self._target.path} was dropped unclosed", ResourceWarning, source=self, stacklevel=1)
         self._loop.call_soon_threadsafe(self._pump.leave)  # leases that were taken from it go on
 
     async def _drive(self, pump: AsyncPump, call: EncodeCall, quick: bool) -> None:

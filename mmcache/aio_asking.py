@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmcache import asks
@@ -16,6 +15,7 @@ from mmcache.aio_pump import AsyncPump, is_quick
 from mmcache.asking import Informed, Item
 from mmcache.core import ClientCore
 from mmcache.errors import ClientClosed, ItemError
+from mmcache.handshake import Target
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.parts import checked_keys, content_key
 from mmcache.planning import Plan, plan_item
@@ -34,10 +34,8 @@ T = TypeVar("T")
 class AsyncAsking(Informed):
     """The part of an asyncio client that is no embedding's way."""
 
-    def __init__(
-        self, pump: AsyncPump, target: tuple[Path, str, str], timeout: float, reconnect: bool, num_retries: int
-    ) -> None:
-        """Of a connection to a target (socket, name, namespace)."""
+    def __init__(self, pump: AsyncPump, target: Target, timeout: float, reconnect: bool, num_retries: int) -> None:
+        """Of a connection to a target."""
         self._pump = pump
         self._target = target
         self._timeout_s = timeout
@@ -132,7 +130,7 @@ class AsyncAsking(Informed):
             async with self._connecting:
                 if self._pump.lost is not None:
                     await self._pause(0)
-                    self._pump = await connect_again(*self._target, deadline, self._pause)
+                    self._pump = await connect_again(self._target, deadline, self._pause)
                     if self._is_closed:  # meanwhile
                         await self._pump.close()
         self._pump.check()

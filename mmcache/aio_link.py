@@ -16,35 +16,36 @@ from mmcache.core import ClientCore
 from mmcache.duplex import DuplexChannel
 from mmcache.errors import ConnectionLost, RequestTimeout, SidecarUnavailable
 from mmcache.framing import Frame, OutgoingFrame
-from mmcache.handshake import hello, unavailable, welcomed
+from mmcache.handshake import Target, hello, unavailable, welcomed
 from mmcache.link import pauses
 
 RETRY_S = 0.005
 """Pause while a sidecar has more connections waiting than it lets wait."""
 
 
-async def connect_pump(path: Path, name: str, namespace: str, deadline: float) -> AsyncPump:
+async def connect_pump(target: Target, deadline: float) -> AsyncPump:
     """Connect and say who this is.
 
     Raises:
         SidecarUnavailable, ProtocolMismatch, RequestTimeout: as `shake_hands` does.
     """
-    return await greeted(DuplexChannel(await _connected(path, deadline)), path, name, namespace, deadline)
+    return await greeted(DuplexChannel(await _connected(target.path, deadline)), target, deadline)
 
 
-async def greeted(channel: DuplexChannel, path: Path, name: str, namespace: str, deadline: float) -> AsyncPump:
+async def greeted(channel: DuplexChannel, target: Target, deadline: float) -> AsyncPump:
     """Say who this is, on a new connection. It is closed if that fails; raises as `shake_hands` does."""
+    path, name, namespace, ordinal = target
     try:
         frame = await _greeted(channel, path, name, namespace, deadline)
         welcome, control_fd = welcomed(frame)
     except BaseException:
         channel.close()
         raise
-    return AsyncPump(ClientCore(welcome, control_fd, namespace), channel, path)
+    return AsyncPump(ClientCore(welcome, control_fd, namespace, ordinal), channel, path)
 
 
 async def connect_again(
-    path: Path, name: str, namespace: str, deadline: float, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+    target: Target, deadline: float, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> AsyncPump:
     """Connect to a sidecar that may not be back yet: at once, then after pauses that double, until the deadline.
 
@@ -54,7 +55,7 @@ async def connect_again(
     """
     for pause_s in pauses():
         try:
-            return await connect_pump(path, name, namespace, deadline)
+            return await connect_pump(target, deadline)
         except SidecarUnavailable:
             if time.monotonic() + pause_s >= deadline:
                 raise

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmcache.core import ClientCore
+from mmcache.device_memory import is_on_device
 from mmcache.duplex import DuplexChannel
 from mmcache.errors import ClientClosed, ConnectionLost, ProtocolError, RequestTimeout
 from mmcache.framing import OutgoingFrame
@@ -252,6 +253,8 @@ def is_quick(items: Sequence[object]) -> bool:
         if isinstance(item, bytes | bytearray):
             nbytes += len(item)
         elif item is not None and not isinstance(item, StagedRef):
+            if is_on_device(item):  # copying waits for its stream
+                return False
             size = getattr(item, "nbytes", None)  # paths have to be read, and pictures of Pillow decoded
             if not isinstance(size, int):
                 return False

@@ -28,7 +28,7 @@ T = TypeVar("T")
 Item = Any
 """bytes, a path (str or Path), a PIL image, a uint8 numpy array or CPU tensor of any memory layout: H×W×3 (RGB), H×W
 (gray: the same in each channel) or T×H×W×3 (a video chunk, of up to 4 frames for Kimi-K2.5); or the `StagedRef` of
-pixels that were staged."""
+pixels that were staged; `stage` takes tensors of CUDA devices too."""
 
 
 class Informed(ABC):

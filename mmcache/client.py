@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from mmcache.asking import Asking, Item
+from mmcache.device_staging import device_items
 from mmcache.encode_call import EncodeCall, Errors, Priority, check_errors, opened
 from mmcache.errors import ClientClosed, ItemError
 from mmcache.handle import Handle, drive, give_up
+from mmcache.handshake import Target
 from mmcache.keys import ContentKey
 from mmcache.lease import Lease
 from mmcache.link import connect_again, connect_pump
-from mmcache.paths import default_socket
 from mmcache.pump import Pump
 from mmcache.records import MAX_ITEMS
 from mmcache.refs import SliceRef, StagedRef, slice_refs
 from mmcache.retries import check_retries
 from mmcache.staging import StageCall
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Client", "Lease", "connect"]
 
@@ -49,6 +51,7 @@ class Client(Asking):
         name: str | None = None,
         reconnect: bool = False,
         retry_overloaded: int = 0,
+        device: str | torch.device | None = None,
     ) -> None:
         """Connect.
 
@@ -62,6 +65,8 @@ class Client(Asking):
             retry_overloaded: how many times an item is asked for again that the sidecar refuses with `Overloaded`:
                 within the call's timeout, after random pauses around what the sidecar says, doubled each time. What
                 else the call asked for is not touched by it.
+            device: the CUDA device on which this process reads, as "cuda:3"; by default that of the pool. One that has
+                no access to the pool's memory is told by `DeviceUnavailable` when a lease is read: `fetch` it then.
 
         Raises:
             SidecarUnavailable: nobody listens there.
@@ -69,10 +74,8 @@ class Client(Asking):
             RequestTimeout: it does not answer.
         """
         check_timeout(timeout)
-        self._path = Path(socket) if socket is not None else default_socket(os.environ)
+        self._target = Target.of(socket, name, namespace, device)
         self._timeout_s = timeout
-        self._namespace = namespace
-        self._name = name or Path(sys.argv[0] or "python").name
         self._reconnects = reconnect
         self._num_retries = check_retries(retry_overloaded)
         self._pid = os.getpid()
@@ -173,8 +176,9 @@ class Client(Asking):
         """Put pixels where the sidecar's ranks can read them, once; send the reference instead of the bytes.
 
         Args:
-            item: a uint8 array or CPU tensor as `encode` takes it; or, with `grid`, patch rows that are normalised
-                already, float32, float16 or bfloat16, `[t·h·w, 3, patch, patch]` or `[t·h·w, 3·patch²]`.
+            item: a uint8 array or tensor as `encode` takes it, of a CUDA device too (copied after what is queued on
+                this thread's current stream); or, with `grid`, patch rows that are normalised already, float32,
+                float16 or bfloat16, `[t·h·w, 3, patch, patch]` or `[t·h·w, 3·patch²]`.
             consumers: how many encode positions, in any processes of the namespace, may name it. If its key has an
                 embedding by the first of them, nobody reads it.
             grid: patches in time, height and width.
@@ -182,7 +186,7 @@ class Client(Asking):
         Raises:
             StagingExhausted: no room within the timeout, or larger than the whole region.
             ItemError: it is no such array.
-            RequestTimeout, ConnectionLost, ClientClosed: the call failed.
+            CapturingError, RequestTimeout, ConnectionLost, ClientClosed: the call failed.
         """
         return self.stage_all([item], consumers, grids=None if grid is None else [grid])[0]
 
@@ -192,7 +196,7 @@ class Client(Asking):
         """Stage several, in one round trip for up to 64 of them. If one fails, none is staged. See `stage`."""
         deadline = time.monotonic() + self._timeout_s
         pump = self._usable(deadline)
-        call = StageCall(pump.core, items, consumers, grids)
+        call = StageCall(pump.core, items, consumers, grids, device_items(items))
         try:
             for start in call.questions():
                 self._wait(pump, self._begin(pump, start, deadline), deadline)
@@ -232,7 +236,7 @@ class Client(Asking):
         if pump is None or self._is_closed or not pump.core.is_mine:
             return
         pump.abandon()  # leases that were taken from it go on
-        _warn(f"a client of {self._path} was dropped unclosed", ResourceWarning, source=self, stacklevel=1)
+        _warn(f"a client of {self._target.path} was dropped unclosed", ResourceWarning, source=self, stacklevel=1)
 
     def _call(
         self, pump: Pump, items: Sequence[Item], deadline: float, keys: Sequence[ContentKey] | None, consumers: int,
@@ -255,7 +259,7 @@ class Client(Asking):
         return pending.give()
 
     def _connected(self, deadline: float) -> Pump:
-        return connect_pump(self._path, self._name, self._namespace, deadline)
+        return connect_pump(self._target, deadline)
 
     def _usable(self, deadline: float) -> Pump:
         """The connection, made again if it was lost and that is wanted."""
@@ -274,7 +278,7 @@ class Client(Asking):
             lost = self._pump
             if lost.lost is not None:
                 self._pause(0)
-                self._pump = connect_again(self._path, self._name, self._namespace, deadline, self._pause)
+                self._pump = connect_again(self._target, deadline, self._pause)
                 lost.retire()
                 if self._is_closed:  # meanwhile
                     self._pump.close()

@@ -1,6 +1,6 @@
 """A client's connection without its I/O: frames in, frames out. The faces of client.py and aio.py move them.
 
-Threads: the faces call this one at a time; only `acknowledge` and `drop` may come from anywhere, at any time.
+Threads: the faces call this one at a time; only `acknowledge`, `let_go` and `drop` may come from anywhere, at any time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion, SharedRegion
-from mmcache.device_memory import DeviceMemory, LockedPages
+from mmcache.device_memory import DeviceMemory
+from mmcache.device_staging import PageLock
 from mmcache.errors import ITEM_ERRORS, ItemError, ProtocolError
 from mmcache.framing import Frame, Kind, Message, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.keys import KeyHasher
@@ -53,19 +54,21 @@ class ClientCore(Shares):
     Attributes:
         outbox: frames to send, in order.
         served: the model that is served, as far as was heard.
-        staging: this client's region for pixels, once it has one; locked: its pages, if it comes from a device.
+        staging: this client's region for pixels, once it has one; pages: their lock, if some come from a device.
         num_fetched: embeddings that were copied through the host.
         supply: what is done about bytes that are asked for: `prepare` in any thread, then `supplied`.
     """
 
-    def __init__(self, welcome: Welcome, control_fd: int, namespace: str) -> None:
+    def __init__(self, welcome: Welcome, control_fd: int, namespace: str, ordinal: int | None = None) -> None:
+        """`ordinal`: the device on which this client reads; that of the pool unless given."""
+        self._ordinal = ordinal
         self.welcome = welcome
         self.hasher = KeyHasher(welcome.seed, namespace)
         super().__init__(control_fd)
         self.outbox: deque[OutgoingFrame] = deque()
         self.served = Served(welcome.fingerprint, welcome.dtype, welcome.dim, welcome.processor)
         self.staging: SharedRegion | None = None
-        self.locked: LockedPages | None = None
+        self.pages = PageLock()
         self.num_fetched = 0
         self.supply: Callable[[ClientCore, Supplying], None] = supply_now
         self._pools: dict[int, ReadOnlyRegion | DeviceMemory] = {}
@@ -77,8 +80,7 @@ class ClientCore(Shares):
     @property
     def device_counters(self) -> dict[str, int]:
         """As `Client.device_counters`."""
-        unlocked = self.locked is not None and not self.locked.is_locked
-        unlocked_bytes = self.staging.nbytes if unlocked and self.staging is not None else 0
+        unlocked_bytes = self.staging.nbytes if self.pages.has_failed and self.staging is not None else 0
         return {**self.in_streams.counters, "fetched": self.num_fetched, "unlocked_bytes": unlocked_bytes}
 
     @property
@@ -128,8 +130,8 @@ class ClientCore(Shares):
 
     def ask(self, kind: Kind, ask: Ask, message: Message | None, body: bytes = b"", fds: Sequence[int] = ()) -> None:
         """Ask something of which one frame is the answer. `fds` are closed once they are sent."""
-        self._asks[ask.ask_id] = ask
         self.tidy()
+        self._asks[ask.ask_id] = ask
         self.outbox.append(pack_frame(kind, message, body, fds, owned=True))
 
     def tell(self, kind: Kind, message: Message, body: bytes = b"") -> None:
@@ -169,7 +171,7 @@ class ClientCore(Shares):
             (fd,) = take_descriptors(frame, 1)
             try:
                 self._pools[added.pool_id] = (
-                    DeviceMemory(fd, added.nbytes, added.device)
+                    DeviceMemory(fd, added.nbytes, added.device, self._ordinal)
                     if added.device
                     else ReadOnlyRegion.attach(fd, SEALS_READERS)
                 )
@@ -197,7 +199,7 @@ class ClientCore(Shares):
     def forget_pools(self) -> None:
         """No grant will come any more: each pool is unmapped when its last lease and view are gone."""
         self._pools.clear()
-        self.locked = None
+        self.pages = PageLock()
         if self.staging is not None:
             self.staging.close()
 
@@ -208,9 +210,9 @@ class ClientCore(Shares):
         self.outbox.append(pack_frame(Kind.BYE, Bye(), live))
 
     def _start(self, pending: Pending, kind: Kind, body: bytes) -> None:
-        self._pending[pending.request_id] = pending
         if self._late or self._dropped:
             self.tidy()
+        self._pending[pending.request_id] = pending
         self.outbox.append(pack_frame(kind, None, body))
 
     def _on_news(self, frame: Frame) -> None:

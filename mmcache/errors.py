@@ -13,8 +13,8 @@ MMCacheError
 ├── RequestTimeout           a call outlived its timeout (also TimeoutError)
 ├── ClientClosed             the client was closed, or is used in a forked child or inside its own call
 ├── LeaseReleased            a lease was used after its release
-├── DeviceUnavailable        an embedding is in the memory of a CUDA device that this process cannot map
-├── CapturingError           a lease cannot end on a stream that is being captured into a CUDA graph
+├── DeviceUnavailable        an embedding is in the memory of a CUDA device that this process cannot use
+├── CapturingError           something cannot be done on a stream that is being captured into a CUDA graph
 ├── EncodeError              some items of a request failed; `.results` holds leases and errors in order
 └── ItemError                one item failed; names its index, its source and the reason
     ├── UnreadableItem       the path is missing, a folder, or may not be read
@@ -232,11 +232,17 @@ ITEM_ERRORS: dict[str, type[ItemError]] = {
 
 
 class DeviceUnavailable(MMCacheError):
-    """An embedding is in the memory of a CUDA device that this process cannot map. `client.fetch` copies it."""
+    """An embedding is in the memory of a CUDA device that this process cannot map, or that failed.
+
+    `client.fetch` copies it. A lease that it keeps from ending goes on until the process ends.
+    """
 
 
 class CapturingError(MMCacheError):
-    """A lease cannot end on a stream that is being captured into a CUDA graph: each replay would end it again."""
+    """A stream is being captured into a CUDA graph.
+
+    No lease can end there: each replay would end it again. Nothing can be staged from there: staging waits for it.
+    """
 
 
 class EncodeError(MMCacheError):

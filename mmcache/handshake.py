@@ -5,14 +5,42 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from mmcache._version import __version__
+from mmcache.device_memory import checked_ordinal
 from mmcache.errors import ConnectionLost, ProtocolError, ProtocolMismatch, RequestTimeout, SidecarUnavailable
 from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
+from mmcache.paths import default_socket
 from mmcache.protocol import PROTOCOL_VERSION, Hello, Refused, Welcome
 from mmcache.transport import BlockingChannel, take_descriptors
+
+
+class Target(NamedTuple):
+    """What a client connects to, and as whom.
+
+    Attributes:
+        path: the sidecar's socket.
+        name: what operators see the client as.
+        namespace: part of its keys.
+        ordinal: the device on which it reads, in its own process; None for that of the pool.
+    """
+
+    path: Path
+    name: str
+    namespace: str
+    ordinal: int | None = None
+
+    @classmethod
+    def of(
+        cls, socket: str | os.PathLike[str] | None, name: str | None, namespace: str, device: object = None
+    ) -> Target:
+        """As a user says it; see `Client`. Raises ValueError if `device` is none."""
+        path = Path(socket) if socket is not None else default_socket(os.environ)
+        return cls(path, name or Path(sys.argv[0] or "python").name, namespace, checked_ordinal(device))
 
 
 def connected(path: Path, deadline: float) -> socket.socket:

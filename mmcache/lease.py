@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from ipc.memory_shm import ReadOnlyRegion
-from mmcache.device_memory import DeviceMemory
-from mmcache.errors import CapturingError, LeaseReleased
+from mmcache.device_memory import DeviceMemory, checked_streams
+from mmcache.errors import LeaseReleased
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.records import ORIGINS, Grant
 from mmcache.refs import SliceRef
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from mmcache.core import ClientCore
@@ -41,14 +43,7 @@ class Share:
         self._token = token
 
     def __del__(self) -> None:
-        core, token = self._core, self._token
-        if token in core.in_streams.reads:
-            try:
-                core.acknowledge(token)
-            except CapturingError:  # with the next call
-                core.drop(lambda: core.acknowledge(token))
-        else:
-            core.acknowledge(token)
+        self._core.let_go(self._token)
 
 
 class Lease:
@@ -154,19 +149,21 @@ class Lease:
     def tensor(self) -> torch.Tensor:
         """The embedding as a tensor `[num_tokens, dim]` of `dtype`, without a copy. Do not write to it.
 
-        It is on the CPU, or on the CUDA device whose memory the pool is, as this process calls it.
+        It is on the CPU, or on a CUDA device: the one whose memory the pool is, or the client's `device` if it has one.
 
         Raises:
             LeaseReleased: after the release.
             DeviceUnavailable: this process cannot map that device's memory; `client.fetch` copies it.
         """
+        return self._view()
+
+    def _view(self, named: Sequence[torch.cuda.Stream] = ()) -> torch.Tensor:
+        owner = self._owner()
         if isinstance(self._region, DeviceMemory):
-            there = self._region.tensor(self._grant.offset, (self.num_tokens, self.dim), self.dtype, self._owner())
-            self._live_core().in_streams.viewed(self._token, self._region)
-            return there
+            self._live_core().in_streams.viewed(self._token, self._region, named)
+            return self._region.tensor(self._grant.offset, (self.num_tokens, self.dim), self.dtype, owner)
         import torch
 
-        owner = self._owner()
         assert self._region is not None, "it was not released"
         flat = torch.from_numpy(self._region.view(self._grant.offset, self.nbytes, owner, writable_flag=True))
         return flat.view(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32).view(self.num_tokens, self.dim)
@@ -198,15 +195,15 @@ class Lease:
         as the tensor, or a view of it, is alive.
 
         Args:
-            stream: CUDA streams that read it, besides the one that is current in the thread in which it dies.
+            stream: CUDA streams that read it, besides those that were current when views were taken, and the one that
+                is current in the thread in which it dies.
 
         Raises:
             LeaseReleased: after the release.
             DeviceUnavailable: as for `tensor`.
+            TypeError: `stream` is none.
         """
-        tensor = self.tensor
-        if isinstance(self._region, DeviceMemory):
-            self._live_core().in_streams.viewed(self._token, self._region, stream)
+        tensor = self._view(checked_streams(stream))
         if self._share is not None:
             self._live_core().held.add(self._token)
             self._held, self._share = weakref.ref(self._share), None
@@ -231,15 +228,19 @@ class Lease:
         """The last read is done, or queued: the extent may be reused after it. Twice is harmless. Never waits.
 
         Args:
-            stream: the CUDA stream, or several, on which it is read; by default the current one of its device. The
-                extent may be reused once all of them have done what is queued on them by now.
+            stream: the CUDA stream, or several, on which it is read; by default those that were current when `tensor`
+                was asked for, and the one that is current now. The extent may be reused once all of them have done what
+                is queued on them by now.
 
         Raises:
             CapturingError: a stream is being captured into a CUDA graph; the lease goes on.
+            DeviceUnavailable: the device failed; likewise.
+            TypeError: `stream` is none; likewise.
         """
+        streams = checked_streams(stream)
         core = self._core
         if core is not None and self._token not in core.held:
-            core.acknowledge(self._token, stream)
+            core.acknowledge(self._token, streams)
         self._core = self._share = self._region = None  # a pool that is gone is unmapped with its last lease
 
     def _live_core(self) -> ClientCore:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from mmcache.core import ClientCore
 from mmcache.duplex import DuplexChannel
 from mmcache.errors import SidecarUnavailable
-from mmcache.handshake import connected, shake_hands
+from mmcache.handshake import Target, connected, shake_hands
 from mmcache.pump import Pump
 
 SPIN_S = 300e-6
@@ -19,28 +18,27 @@ FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 1.0
 
 
-def connect_pump(path: Path, name: str, namespace: str, deadline: float) -> Pump:
+def connect_pump(target: Target, deadline: float) -> Pump:
     """Connect and say who this is.
 
     Raises:
         SidecarUnavailable, ProtocolMismatch, RequestTimeout: as `shake_hands` does.
     """
-    return greeted(DuplexChannel(connected(path, deadline), spin_s=SPIN_S), path, name, namespace, deadline)
+    return greeted(DuplexChannel(connected(target.path, deadline), spin_s=SPIN_S), target, deadline)
 
 
-def greeted(channel: DuplexChannel, path: Path, name: str, namespace: str, deadline: float) -> Pump:
+def greeted(channel: DuplexChannel, target: Target, deadline: float) -> Pump:
     """Say who this is, on a new connection. It is closed if that fails; raises as `shake_hands` does."""
+    path, name, namespace, ordinal = target
     try:
         welcome, control_fd = shake_hands(channel, path, name, namespace, deadline)
     except BaseException:
         channel.close()
         raise
-    return Pump(ClientCore(welcome, control_fd, namespace), channel, path)
+    return Pump(ClientCore(welcome, control_fd, namespace, ordinal), channel, path)
 
 
-def connect_again(
-    path: Path, name: str, namespace: str, deadline: float, pause: Callable[[float], None] = time.sleep
-) -> Pump:
+def connect_again(target: Target, deadline: float, pause: Callable[[float], None] = time.sleep) -> Pump:
     """Connect to a sidecar that may not be back yet: at once, then after pauses that double, until the deadline.
 
     Raises:
@@ -49,7 +47,7 @@ def connect_again(
     """
     for pause_s in pauses():
         try:
-            return connect_pump(path, name, namespace, deadline)
+            return connect_pump(target, deadline)
         except SidecarUnavailable:
             if time.monotonic() + pause_s >= deadline:
                 raise

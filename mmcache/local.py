@@ -115,4 +115,4 @@ class LocalClient(Client):
     def _connected(self, deadline: float) -> Pump:
         # Neither end polls: each would keep the interpreter from the other.
         channel = DuplexChannel(self._inside.connect())
-        return greeted(channel, PLACE, self._name, self._namespace, deadline)
+        return greeted(channel, self._target, deadline)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmcache.aio import AsyncClient, Connecting
 from mmcache.aio_link import greeted
 from mmcache.client import DEFAULT_TIMEOUT_S, check_timeout
 from mmcache.duplex import DuplexChannel
+from mmcache.handshake import Target
 from mmcache.local import PLACE, started
 from mmcache.retries import check_retries
 
@@ -53,12 +52,12 @@ def connecting(
     """A client, once the model is warm; the loop goes on meanwhile. See `mmcache.local`."""
     check_timeout(timeout)
     num_retries = check_retries(retry_overloaded)
-    target = (PLACE, name or Path(sys.argv[0] or "python").name, namespace)
+    target = Target.of(PLACE, name, namespace)
 
     async def connected() -> AsyncClient:
         inside = await _begun(model, device, settings)
         try:
-            pump = await greeted(DuplexChannel(inside.connect()), *target, time.monotonic() + timeout)
+            pump = await greeted(DuplexChannel(inside.connect()), target, time.monotonic() + timeout)
             return AsyncLocalClient(inside, pump, target, timeout, False, num_retries)
         except BaseException:
             inside.stop()

@@ -169,6 +169,8 @@ def _tensor_hint(tensor: Any, torch: Any) -> str:
         return "a nested tensor is several: give each of x.unbind() as an item of its own"
     if tensor.layout != torch.strided:
         return "tensors must be dense; call .to_dense() first"
+    if tensor.device.type == "cuda":
+        return "tensors must be on the CPU: call .cpu() first, or client.stage(x), which takes those of CUDA devices"
     return "tensors must be on the CPU; call .cpu() first"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -58,10 +59,10 @@ def describe_patches(
         raise UnsupportedItem(f"grid must be 1 to 65535 patches a side, got {grid}", index=index, source=source)
     if grid[0] * grid[1] * grid[2] != shape[0]:
         raise UnsupportedItem(f"a grid of {grid} has {grid[0] * grid[1] * grid[2]} rows", index=index, source=source)
-    header = PatchHeader(dtype=dtype, shape=(shape[0], int(np.prod(shape[1:]))), grid=grid)  # type: ignore[arg-type]
-    if header.nbytes > max_bytes:
-        limit = f"{header.nbytes} bytes, the limit is {max_bytes} (max_item_bytes)"
+    if (nbytes := math.prod(shape) * ROW_TYPES[dtype]) > max_bytes:
+        limit = f"{nbytes} bytes, the limit is {max_bytes} (max_item_bytes)"
         raise ImageTooLarge(limit, index=index, source=source)
+    header = PatchHeader(dtype=dtype, shape=(shape[0], math.prod(shape[1:])), grid=grid)  # type: ignore[arg-type]
     return Media(PATCHES, header.canonical(), _bytes_of(item, index, source), header.nbytes, source)
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from ipc.control import ControlMemory
-from mmcache.device_memory import StreamAcknowledgements, Streams
-from mmcache.errors import CapturingError
+from mmcache.errors import CapturingError, DeviceUnavailable
+from mmcache.stream_shares import StreamShares
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Shares:
@@ -28,7 +33,7 @@ class Shares:
         os.close(control_fd)
         self.live: set[int] = set()
         self.held: set[int] = set()
-        self.in_streams = StreamAcknowledgements(self.control)
+        self.in_streams = StreamShares(self.control)
         self._getpid = os.getpid  # also there when the interpreter goes down
         self._pid = os.getpid()
         self._late: deque[tuple[int, int]] = deque()
@@ -40,20 +45,32 @@ class Shares:
         """Whether this process opened the connection; a forked child must not acknowledge its parent's shares."""
         return self._getpid() == self._pid
 
-    def acknowledge(self, token: int, streams: Streams = None) -> None:
+    def acknowledge(self, token: int, streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """A share ends. A store into the control memory; where stores are not ordered, a message with the next call.
 
-        One that was read on a device ends there, when its streams (those given, or else the current one) get there.
+        One that was read on a device ends there, when its streams get there: those given, or else those that were
+        current when its views were taken, and the current one.
 
         Raises:
             CapturingError: one of them is being captured into a graph; the share goes on.
+            DeviceUnavailable: the device failed; likewise.
         """
         if token not in self.live or not self.is_mine:
             return
         if token in self.in_streams.reads:
-            self.in_streams.acknowledge(token, streams, lambda: self._claim(token), lambda: self.live.add(token))
+            unclaim = partial(self._unclaim, token, token in self.held)
+            self.in_streams.acknowledge(token, streams, partial(self._claim, token), unclaim)
         elif self._claim(token):
             self._acknowledge(token >> 32, token & 0xFFFFFFFF)
+
+    def let_go(self, token: int) -> None:
+        """The last view died: the share ends, after a capture if one is going on. For finalizers: it raises nothing."""
+        try:
+            self.acknowledge(token)
+        except CapturingError:
+            self.in_streams.end_later(token, partial(self.acknowledge, token))
+        except DeviceUnavailable:  # it goes on until this process ends
+            return
 
     def _claim(self, token: int) -> bool:
         """Whether it is for this thread to end a share."""
@@ -65,20 +82,26 @@ class Shares:
             self.held.discard(token)
         return True
 
+    def _unclaim(self, token: int, was_held: bool) -> None:
+        """It could not be ended, and goes on as it was."""
+        if was_held:
+            self.held.add(token)
+        self.live.add(token)
+
     def check_release_all(self) -> None:
         """Raise `CapturingError` if `release_all` cannot end every share now. Nothing is changed."""
         self.in_streams.check(self.live - self.held)
 
     def release_all(self) -> None:
-        """Acknowledge every share but held ones. What is read on a stream that is being captured goes on, as they do"""
+        """Acknowledge every share but held ones. What a capture or a device that failed keeps goes on, as they do."""
         for token in self.live - self.held:
-            with contextlib.suppress(CapturingError):
+            with contextlib.suppress(CapturingError, DeviceUnavailable):
                 self.acknowledge(token)
 
     def _acknowledge_late(self, slot: int, generation: int) -> None:
         self._late.append((slot, generation))
 
-    def going_on(self) -> Iterator[int]:
+    def going_on(self) -> list[int]:
         """Shares that go on when the connection is over."""
-        yield from tuple(self.live)
-        yield from self.in_streams.pending()
+        live = list(self.live)  # first: a share leaves it for the others
+        return list(dict.fromkeys(live + self.in_streams.going_on()))

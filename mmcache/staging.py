@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from ipc.errors import OutOfBounds
 from ipc.memory_shm import round_up
 from mmcache.asks import Question, Start
 from mmcache.core import ClientCore
-from mmcache.device_memory import LockedPages, copy_to_host, is_on_device, stand_in
+from mmcache.device_staging import DeviceItem
 from mmcache.encode_call import sidecar_time_s
 from mmcache.errors import ITEM_ERRORS, ConnectionLost, ItemError, ProtocolError, StagingExhausted, UnsupportedItem
 from mmcache.framing import Frame, Kind, parse
@@ -25,6 +25,9 @@ from mmcache.protocol import MAX_STAGED, Stage, Staged, StagePlaces
 from mmcache.records import MAX_CONSUMERS, MAX_ITEMS, NO_KEY, STAGED_KEY, milliseconds
 from mmcache.refs import StagedRef
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 
 class StageCall:
     """Pixels on their way into the staging region."""
@@ -35,8 +38,12 @@ class StageCall:
         items: Sequence[Any],
         consumers: int,
         grids: Sequence[tuple[int, int, int]] | None,
+        on_device: Mapping[int, DeviceItem],
     ) -> None:
-        """Describe and hash the items. Raises the ItemError of the first bad one."""
+        """Describe and hash the items. Raises the ItemError of the first bad one.
+
+        `on_device`: `device_items` of them, as the user's own thread has them.
+        """
         if not 1 <= consumers <= MAX_CONSUMERS:
             raise ValueError(f"consumers must be 1 to {MAX_CONSUMERS}, got {consumers}")
         if grids is not None and len(grids) != len(items):
@@ -44,8 +51,8 @@ class StageCall:
         self._core = core
         self._consumers = consumers
         limit = core.welcome.max_item_bytes
-        self._on_device = {index: item for index, item in enumerate(items) if is_on_device(item)}
-        here = [stand_in(item) if index in self._on_device else item for index, item in enumerate(items)]
+        self._on_device = on_device
+        here = [on_device[at].stand_in(limit) if at in on_device else item for at, item in enumerate(items)]
         if grids is None:
             self._media = [_describe_pixels(item, index, limit) for index, item in enumerate(here)]
         else:
@@ -83,23 +90,34 @@ class StageCall:
         return Question(ask, self._placed)
 
     def write(self) -> None:
-        """Put the pixels in their places."""
+        """Put the pixels in their places. In any thread: those of a device are copied after their own stream's work.
+
+        Raises:
+            CapturingError: such a stream is being captured into a graph by now.
+            ConnectionLost: the region went with its connection.
+        """
         region = self._core.staging
         if region is None and self._places:
             raise ProtocolError("there is no staging region to write to")
-        if self._on_device and self._core.locked is None and region is not None:
-            self._core.locked = LockedPages(region.array(0, region.nbytes))
+        locked: object = None
         for index, (media, (_, offset)) in enumerate(zip(self._media, self._places, strict=True)):
             assert region is not None, "it was checked"
             try:
                 place = region.array(offset, media.nbytes)
+                if index in self._on_device and locked is None:
+                    device = self._on_device[index].tensor.device
+                    locked = self._core.pages.of(region.array(0, region.nbytes), device)
             except OutOfBounds as error:
                 raise ConnectionLost(f"the staging region went with its connection: {error}") from error
-            if index in self._on_device:  # one copy: the key is of what arrived
-                copy_to_host(self._on_device[index], place)
-                self._keys[index] = self._core.hasher.key(media.kind, media.header, place.data)
-            else:
-                np.copyto(place, np.frombuffer(media.raw, np.uint8))
+            self._put(index, media, place)
+        del locked  # the pages are not unlocked while something is copied to them
+
+    def _put(self, index: int, media: Media, place: NDArray[np.uint8]) -> None:
+        if index in self._on_device:  # one copy: the key is of what arrived
+            self._on_device[index].copy_to(place)
+            self._keys[index] = self._core.hasher.key(media.kind, media.header, place.data)
+        else:
+            np.copyto(place, np.frombuffer(media.raw, np.uint8))
 
     def complete(self) -> list[StagedRef]:
         """Say that the pixels are there."""

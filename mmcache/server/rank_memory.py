@@ -7,12 +7,13 @@ copies run beside the encoder, on a stream of their own.
 from __future__ import annotations
 
 import os
-import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from ipc.errors import CudaFailed
 from ipc.memory_shm import ReadOnlyRegion, SharedRegion
 
 if TYPE_CHECKING:
@@ -68,13 +69,13 @@ class DeviceIngest:
 
     def __init__(self, fd: int, device: torch.device) -> None:
         """`fd` stays the caller's. The pages are locked for this process."""
+        from ipc.cuda_host import LockedPages
+
         self._region = SharedRegion.attach(fd)
         self._stream = torch.cuda.Stream(device)
         whole = self._region.array(0, self._region.nbytes)
-        code = torch.cuda.cudart().cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)
-        self.is_locked = int(code) == 0  # else copies go through memory of the driver, a third as fast
-        if self.is_locked:
-            weakref.finalize(self, _unlock, whole).atexit = False
+        with suppress(CudaFailed):  # copies go through memory of the driver then, a third as fast
+            self._pages = LockedPages(whole, self._stream.device_index)
 
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """The bytes, uint8 `[nbytes]`, only to be read."""
@@ -95,10 +96,6 @@ class DeviceIngest:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         self._stream.synchronize()
-
-
-def _unlock(memory: NDArray[np.uint8]) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
 def open_ingest(fd: int, device: torch.device) -> HostIngest | DeviceIngest:

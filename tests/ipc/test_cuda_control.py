@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ipc.control import ControlMemory
-from ipc.errors import CapturingError, OutOfBounds
+from ipc.errors import CapturingError, CudaFailed, OutOfBounds
 from tests.ipc.cuda_processes import eventually
 
 cuda = pytest.importorskip("ipc.control_cuda", reason="needs cuda-bindings", exc_type=ImportError)
@@ -142,13 +142,49 @@ def test_closing_waits_for_the_words_and_frees_the_memory(control: ControlMemory
     again.close()
 
 
-def test_forgetting_it_is_closing_it(control: ControlMemory) -> None:
+def is_retired() -> bool:
+    return eventually(lambda: not any(each.name == "cuda-unregister" for each in threading.enumerate()))
+
+
+def test_forgetting_it_is_closing_it_without_waiting(control: ControlMemory) -> None:
     client = ControlMemory.attach(control.fd)
     forgotten = cuda.StreamAcknowledger(client, DEVICE)
-    forgotten.acknowledge(5, 3, [busy_stream()])
+    stream = busy_stream()
+    forgotten.acknowledge(5, 3, [stream])
     del forgotten
+    assert not stream.query(), "whoever dropped it waited"
+    assert is_retired()
     assert control.read(5) == 3
     cuda.StreamAcknowledger(client, DEVICE).close()
+
+
+def test_it_may_be_forgotten_in_a_capture(control: ControlMemory) -> None:
+    made = [cuda.StreamAcknowledger(ControlMemory.attach(control.fd), DEVICE)]
+    made[0].acknowledge(5, 3, [torch.cuda.current_stream()])
+    graph, out = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out += 1
+        made.clear()
+        time.sleep(0.1)
+        out += 1
+    graph.replay()
+    assert out.tolist() == [2.0] * 8
+    assert is_retired()
+
+
+def test_registering_spoils_no_capture_and_changes_no_current_device(control: ControlMemory) -> None:
+    graph, out = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out += 1
+        made = cuda.StreamAcknowledger(ControlMemory.attach(control.fd), DEVICE)
+        with pytest.raises(CudaFailed, match="cuMemHostRegister"):
+            cuda.StreamAcknowledger(made._control, DEVICE)  # these pages are locked already
+        out += 1
+    graph.replay()
+    assert out.tolist() == [2.0] * 8, "and torch's next launch knows of no error"
+    made.close()
 
 
 def test_ways_are_counted_and_the_streams_way_does_not_wait(control: ControlMemory) -> None:

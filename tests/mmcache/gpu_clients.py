@@ -35,6 +35,12 @@ def start_client(sidecar: SidecarProcess, code: str, log: Path, *arguments: str)
     )  # fmt: skip
 
 
+def busy(stream: torch.cuda.Stream, seconds: float = 0.5) -> None:
+    """Queue work of about that long."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(int(seconds * 1.9e9))
+
+
 def bytes_used() -> int:
     """Of the device, by all processes."""
     free, total = torch.cuda.mem_get_info()

@@ -15,7 +15,7 @@ from encoder.patches import PatchRows
 from encoder.preprocess import preprocess
 from ipc.materialize import Slice
 from mmcache.server.rank_staging import LockedCopy
-from tests.mmcache.gpu_clients import run_client, sidecar_on_cuda
+from tests.mmcache.gpu_clients import busy, run_client, sidecar_on_cuda
 from tests.mmcache.support import SidecarProcess, eventually, image
 
 pytestmark = pytest.mark.gpu
@@ -35,12 +35,6 @@ def client(cuda_sidecar: SidecarProcess) -> Iterator[mmcache.Client]:
     eventually(lambda: cuda_sidecar.stats()["leases"]["active"] == 0, "every lease ends")
     with cuda_sidecar.connect() as client:
         assert client.leases(check=True)["problems"] == []
-
-
-def busy(stream: torch.cuda.Stream, seconds: float = 0.5) -> None:
-    """Queue work of about that long."""
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(int(seconds * 1.9e9))
 
 
 def encoded_here(seed: int, device: str) -> torch.Tensor:

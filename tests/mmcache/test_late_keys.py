@@ -23,7 +23,7 @@ class Late:
     def __init__(self, client: mmcache.Client, seed: int, consumers: int = 1) -> None:
         self._client = client
         self.key = client.key(image(seed))
-        call = StageCall(client._core, [image(seed)], consumers, None)
+        call = StageCall(client._core, [image(seed)], consumers, None, {})
         call._keys = [mmcache.ContentKey(NO_KEY)]
         deadline = time.monotonic() + 10
         for start in call.questions():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 from ipc.errors import IpcError
@@ -37,12 +38,22 @@ class DeviceItem(NamedTuple):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def copy_to(self, place: NDArray[np.uint8]) -> None:
-        """Copy the values after what is queued on the stream; complete on return, whichever thread calls."""
+        """Copy the values after what is queued on the stream; complete on return, whichever thread calls.
+
+        Waiting for the copy spoils no capture of another thread.
+        """
         import torch
 
         with torch.cuda.stream(self.stream):
             _refuse_capture()
-            torch.from_numpy(place).view(self.tensor.dtype).view(self.tensor.shape).copy_(self.tensor.detach())
+            with _relaxed():
+                self._copy_to(place)
+
+    def _copy_to(self, place: NDArray[np.uint8]) -> None:
+        import torch
+
+        target = torch.from_numpy(place).view(self.tensor.dtype).view(self.tensor.shape)
+        target.copy_(self.tensor.detach())
 
 
 def device_items(items: Iterable[object]) -> dict[int, DeviceItem]:
@@ -63,6 +74,14 @@ def device_items(items: Iterable[object]) -> dict[int, DeviceItem]:
             with torch.cuda.stream(item.stream):
                 _refuse_capture()
     return found
+
+
+def _relaxed() -> AbstractContextManager[None]:
+    try:
+        from ipc.cuda_driver import relaxed
+    except ModuleNotFoundError:  # without cuda-bindings
+        return nullcontext()
+    return relaxed()
 
 
 def _refuse_capture() -> None:

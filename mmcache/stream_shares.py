@@ -88,10 +88,8 @@ class StreamShares:
         stream = current_stream(memory.device)
         if self._acknowledger is None:
             self._make(memory.device)  # here and not in a finalizer
-        from ipc.cuda_driver import is_captured
-
         read = self.reads.get(token) or self.reads.setdefault(token, Read(memory))
-        if (key := _id(stream)) not in read.seen and not is_captured(stream):
+        if (key := _id(stream)) not in read.seen and not _is_captured(stream):
             read.seen[key] = stream
         read.named.update((_id(each), each) for each in named)
 
@@ -221,6 +219,19 @@ class Retries:
             if not self._left:
                 self._is_running = False
             return self._is_running
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    """Whether this thread's current stream of a device is being captured; the driver is not asked where torch knows."""
+    if not stream.cuda_stream:  # the default stream cannot be
+        return False
+    import torch
+
+    if stream.device_index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    from ipc.cuda_driver import is_captured
+
+    return is_captured(stream)
 
 
 def _id(stream: torch.cuda.Stream) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import time
 
 import torch
@@ -25,7 +26,11 @@ def free_bytes(device: torch.device, num_sharing: int, device_bytes: int) -> int
 
 
 def return_memory(device: torch.device) -> None:
-    """Give what is unused back to the system and the device: allocators keep it for themselves."""
+    """Give what is unused back to the system and the device: allocators keep it for themselves.
+
+    What was dropped, and refers to itself as models and graphs do, is freed first.
+    """
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

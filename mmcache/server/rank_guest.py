@@ -85,12 +85,29 @@ def serve(sock: socket.socket) -> str:
     """Be a rank until the other end closes `sock`, or a fault. Returns why it ended; its memory is given back then."""
     channel = BlockingChannel(sock)
     try:
-        rank = _started(channel, sock)
-        return "it could not start" if rank is None else _served(rank)
+        device, why = _served(channel, sock)
     except ConnectionLost:
         return "it was not wanted any more when it was ready"
     finally:
         channel.close()
+    if device is not None:
+        return_memory(device)  # nothing refers to the rank any more
+    return why
+
+
+def _served(channel: BlockingChannel, sock: socket.socket) -> tuple[torch.device | None, str]:
+    """The device that it ran on, if it did, and why it ended."""
+    rank = _started(channel, sock)
+    if rank is None:
+        return None, "it could not start"
+    try:
+        rank.serve()
+    except ConnectionLost:
+        pass
+    except BaseException as fault:  # noqa: BLE001  # the process is another's
+        rank.failed(fault)
+    device = rank.end()
+    return device, "a fault of ours, which was logged" if rank.has_failed else "the coordinator closed its socket"
 
 
 def _started(channel: BlockingChannel, sock: socket.socket) -> GuestRank | None:
@@ -106,17 +123,3 @@ def _started(channel: BlockingChannel, sock: socket.socket) -> GuestRank | None:
         channel.send(pack_frame(Kind.START_FAILED, failed))
         return None
     return rank
-
-
-def _served(rank: GuestRank) -> str:
-    try:
-        rank.serve()
-    except ConnectionLost:
-        pass
-    except BaseException as fault:  # noqa: BLE001  # the process is another's
-        rank.failed(fault)
-    device = rank.end()
-    why = "a fault of ours, which was logged" if rank.has_failed else "the coordinator closed its socket"
-    del rank
-    return_memory(device)
-    return why

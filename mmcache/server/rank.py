@@ -101,7 +101,7 @@ class Rank:
             num_sharing=ranks.num_sharing(index),
             pool_bytes=left.nbytes if left else settings.pool_bytes, has_pool=left is not None, seed=ranks.seed,
             deterministic=settings.deterministic, known=ranks.digests.known, costs=ranks.calibrations.known,
-            attention=settings.attention, graph_bytes=settings.graph_bytes, keeps_digests=settings.verify_sample > 0,
+            attention=settings.attention, graph_bytes=_graph_bytes(settings), keeps_digests=settings.verify_sample > 0,
             device_bytes=settings.device_bytes, has_high_priority=settings.stream_priority == "high",
         )  # fmt: skip
         environ = {"OMP_NUM_THREADS": str(threads)}
@@ -291,3 +291,8 @@ class Rank:
             why = f"rank {self.index} died while it loaded it beside the one that is served"
             if not done.cancelled():
                 done.set_exception(SidecarError(f"model = {model}: {why}: {self.failure or reason}"))
+
+
+def _graph_bytes(settings: Settings) -> int:
+    """Of a bounded device, graphs leave three quarters to what has none."""
+    return min(settings.graph_bytes, settings.device_bytes // 4) if settings.device_bytes else settings.graph_bytes

@@ -60,7 +60,7 @@ def test_memory_comes_back_from_inside(tmp_path: Path) -> None:
 
 
 def test_five_hundred_images_at_once_within_little_memory(tmp_path: Path) -> None:
-    settings = {"dtype": "bfloat16", "pool_bytes": "1GiB", "device_bytes": str(384 * MIB), "graph_bytes": str(64 * MIB)}
+    settings = {"dtype": "bfloat16", "pool_bytes": "1GiB", "device_bytes": str(384 * MIB)}
     with sidecar_on_cuda(tmp_path, **settings) as sidecar, sidecar.connect(timeout=120) as client:
         bound = client.stats()["ranks"]["by_rank"]["0"]["max_patches"]
         assert 1024 < bound < 500 * 768, "less than all, more than one"

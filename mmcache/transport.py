@@ -88,6 +88,11 @@ class BlockingChannel:
             self._wait(self._readable, deadline)
         return frame
 
+    @property
+    def has_frame(self) -> bool:
+        """Whether `receive` would return without looking at the socket."""
+        return self._reader.has_frame
+
     def close(self) -> None:
         """Close the socket and what was received with frames that never completed."""
         self._sock.close()

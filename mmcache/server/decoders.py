@@ -124,6 +124,9 @@ class Decoders:
 
     async def _turn(self, job: Job) -> Turn:
         """Wait in the line; what had a turn already is before all that had none."""
+        if not self._returned and not len(self._queue) and (decoder := self._least_busy()) is not None:
+            job.had_turn = True
+            return decoder.begin(job)
         granted: asyncio.Future[Turn] = self._loop.create_future()
         job.granted = granted
         job.is_waiting = True

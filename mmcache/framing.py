@@ -229,7 +229,8 @@ class FrameReader:
         if len(buffer) < PREFIX.size:
             return False
         *_, header_bytes, body_bytes = PREFIX.unpack_from(buffer)
-        return len(buffer) >= PREFIX.size + header_bytes + body_bytes
+        end: int = PREFIX.size + header_bytes + body_bytes
+        return len(buffer) >= end
 
     def close(self) -> None:
         """Close the descriptors of frames that never completed."""

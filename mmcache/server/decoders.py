@@ -161,8 +161,11 @@ class Decoders:
             self._queue.remove(job.ticket)
 
     def _least_busy(self) -> Decoder | None:
-        free = [decoder for decoder in self._decoders if decoder.has_room]
-        return min(free, key=lambda decoder: decoder.num_pixels, default=None)
+        least = None
+        for decoder in self._decoders:
+            if decoder.has_room and (least is None or decoder.num_pixels < least.num_pixels):
+                least = decoder
+        return least
 
     def _relieve(self, decoder: Decoder) -> None:
         """A process takes long over an item: what waits behind it goes elsewhere, if anybody has room."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from mmcache.server import flows
 from mmcache.server.flight import Flight
 from mmcache.server.flows import BULK, INTERACTIVE, Flow, flow_of
 from tests.mmcache.scheduling import BUDGET, Bench, on_loop, turn
@@ -95,9 +94,7 @@ class Waiting:
     open: dict[int, Flight] = field(default_factory=dict)
 
 
-def test_a_flight_is_theirs_who_wait_most_urgently(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flows, "priority_of", lambda request: request.priority)
-    monkeypatch.setattr("mmcache.server.flight.priority_of", lambda request: request.priority)
+def test_a_flight_is_theirs_who_wait_most_urgently() -> None:
     flight = Flight(b"key")
     seen: list[Flow | None] = []
     flight.on_change = lambda: seen.append(flow_of(flight) if flight.waiters else None)

@@ -20,14 +20,17 @@ _JOB = struct.Struct("<I")
 
 NOWHERE = (1 << 64) - 1
 """As a target: the item is probed, and filled later."""
+MAX_PROBES = 32
+"""Items that one PROBE names."""
 MAX_FILLED = 64
 """Jobs that one FILLED names."""
 
 
 class Probe(NamedTuple):
-    """Hash an item, compare with its key, read its header; answered by PROBED. The frame carries the memfd it is in.
+    """Hash an item, compare with its key, read its header; answered by PROBED.
 
-    `target`: where in the ingest region its pixels go at once, then answered by FILLED; or `NOWHERE`.
+    `target`: where in the ingest region its pixels go at once, then answered by FILLED; or `NOWHERE`. A frame has one
+    or several, and carries the memfd that they are in.
     """
 
     job_id: int
@@ -63,27 +66,36 @@ class Failed(Message):
     reason: str
 
 
-def pack_probe(probe: Probe, fd: int) -> OutgoingFrame:
-    """The frame of a `Probe`. `fd` stays the caller's."""
+def probe_record(probe: Probe) -> bytes:
+    """One probe in a PROBE."""
     namespace, kind = probe.namespace.encode(), probe.kind.encode()
     head = _PROBE.pack(
         probe.job_id, len(namespace), len(kind), len(probe.header), probe.offset, probe.nbytes, probe.target, probe.key
     )
-    return pack_frame(Kind.PROBE, None, b"".join((head, namespace, kind, probe.header)), (fd,))
+    return b"".join((head, namespace, kind, probe.header))
 
 
-def parse_probe(frame: Frame) -> Probe:
+def pack_probes(records: Sequence[bytes], fd: int) -> OutgoingFrame:
+    """The frame of probes in one memfd, at most `MAX_PROBES`. `fd` stays the caller's."""
+    return pack_frame(Kind.PROBE, None, b"".join(records), (fd,))
+
+
+def parse_probes(frame: Frame) -> list[Probe]:
     """Read a PROBE. Raises `ProtocolError` if its lengths do not add up."""
-    body = frame.body
-    if len(body) < _PROBE.size:
-        raise ProtocolError(f"PROBE has {len(body)} bytes of body")
-    job_id, namespace_bytes, kind_bytes, header_bytes, offset, nbytes, target, key = _PROBE.unpack_from(body)
-    kind_at = _PROBE.size + namespace_bytes
-    header_at = kind_at + kind_bytes
-    if len(body) != header_at + header_bytes:
-        raise ProtocolError(f"PROBE has {len(body)} bytes of body, not {header_at + header_bytes}")
-    namespace, kind = body[_PROBE.size : kind_at].decode(), body[kind_at:header_at].decode()
-    return Probe(job_id, namespace, kind, body[header_at:], offset, nbytes, target, key)
+    body, probes, start = frame.body, list[Probe](), 0
+    while start < len(body):
+        namespace_at = start + _PROBE.size
+        if namespace_at > len(body):
+            raise ProtocolError(f"PROBE has {len(body)} bytes of body, not {namespace_at} or more")
+        job_id, namespace_bytes, kind_bytes, header_bytes, offset, nbytes, target, key = _PROBE.unpack_from(body, start)
+        kind_at = namespace_at + namespace_bytes
+        header_at = kind_at + kind_bytes
+        start = header_at + header_bytes
+        if start > len(body):
+            raise ProtocolError(f"PROBE has {len(body)} bytes of body, not {start} or more")
+        namespace, kind = body[namespace_at:kind_at].decode(), body[kind_at:header_at].decode()
+        probes.append(Probe(job_id, namespace, kind, body[header_at:start], offset, nbytes, target, key))
+    return probes
 
 
 def pack_fill(job_id: int, target: int) -> OutgoingFrame:

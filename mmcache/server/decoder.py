@@ -17,11 +17,12 @@ from mmcache.server.array_sizes import ArraySizes
 from mmcache.server.channel import Poller
 from mmcache.server.children import Child, restart_delay_s
 from mmcache.server.decode_job import Job, Pixels, SharedDescriptor, Supplied
-from mmcache.server.decode_records import NOWHERE, Answer, Probe, pack_drop, pack_fill, pack_probe, parse_answers
+from mmcache.server.decode_records import NOWHERE, Answer, Probe, pack_drop, pack_fill, parse_answers, probe_record
 from mmcache.server.decode_turn import ARRAYS_A_TURN, DecoderLostError, MovedError, Turn
 from mmcache.server.decode_watch import Watchdog
 from mmcache.server.ingest import Ingest
 from mmcache.server.messages import StartDecoder, pixels_shape
+from mmcache.server.probe_outbox import ProbeOutbox
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Decoder:
         self._ingest = ingest
         self._start = start
         self._sizes = ArraySizes(start.max_pixels)
+        self._outbox = ProbeOutbox()
         self._on_change = on_change
         self._watchdog = Watchdog(timeout_s, lambda: on_stall(self), self._kill)
         self._loop = asyncio.get_running_loop()
@@ -175,25 +177,31 @@ class Decoder:
         nbytes = math.prod(pixels_shape(num_frames, height, width))
         ingest = self._ingest
         turn.part = part = await ingest.reserve(nbytes) if turn.job.is_urgent else ingest.reserve_spare(nbytes)
-        at_once = turn.size is not None
-        await self._ask(turn, self._probe(turn, part.offset) if at_once else pack_fill(turn.job_id, part.offset))
+        if turn.size is None:
+            await self._ask(turn, pack_fill(turn.job_id, part.offset))
+        else:
+            await self._ask(turn, self._probe(turn, part.offset))
         turn.part = None
         return Pixels(part, height, width, num_frames)
 
-    def _probe(self, turn: Turn, target: int) -> OutgoingFrame:
+    def _probe(self, turn: Turn, target: int) -> bytes:
         item = turn.job.item
-        probe = Probe(
-            turn.job_id, item.namespace, item.kind, item.header, item.offset, item.nbytes, target, turn.job.key
+        return probe_record(
+            Probe(turn.job_id, item.namespace, item.kind, item.header, item.offset, item.nbytes, target, turn.job.key)
         )
-        return pack_probe(probe, item.memory.fd)
 
-    async def _ask(self, turn: Turn, frame: OutgoingFrame) -> Answer:
+    async def _ask(self, turn: Turn, what: OutgoingFrame | bytes) -> Answer:
+        """Ask the process something: what is in a frame, or a probe."""
         if turn.child is not self._child:
             raise DecoderLostError(was_at_work=False)
         turn.is_opened = False
         turn.is_asked = True
         turn.answer = self._loop.create_future()
-        turn.child.send(frame)
+        if isinstance(what, bytes):
+            self._outbox.add(turn.child, what, turn.job.item.memory)
+        else:
+            self._outbox.flush()
+            turn.child.send(what)
         self._asked.append(turn)
         if len(self._asked) == 1:
             self._watch()

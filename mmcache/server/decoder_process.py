@@ -22,7 +22,7 @@ from mmcache.server.decode_records import (
     pack_probed,
     parse_drop,
     parse_fill,
-    parse_probe,
+    parse_probes,
 )
 from mmcache.server.messages import StartDecoder
 from mmcache.server.pixels import OpenedMedia
@@ -73,7 +73,9 @@ class Decoder:
         if frame.kind == Kind.PROBE:
             (fd,) = take_descriptors(frame, 1)
             try:
-                self._probe(parse_probe(frame), fd)
+                memory = ReadOnlyRegion.attach(fd, SEALS_FROZEN)
+                for probe in parse_probes(frame):
+                    self._probe(probe, memory)
             finally:
                 os.close(fd)
         elif frame.kind == Kind.FILL:
@@ -84,11 +86,11 @@ class Decoder:
         elif frame.kind == Kind.DROP:
             self._opened.pop(parse_drop(frame), None)
 
-    def _probe(self, probe: Probe, fd: int) -> None:
+    def _probe(self, probe: Probe, memory: ReadOnlyRegion) -> None:
         is_array = probe.target != NOWHERE
         if not is_array or probe.nbytes >= LARGE_BYTES:
             self._tell()
-        raw = ReadOnlyRegion.attach(fd, SEALS_FROZEN).view(probe.offset, probe.nbytes).data
+        raw = memory.view(probe.offset, probe.nbytes).data
         try:
             if KeyHasher(self._seed, probe.namespace).key(probe.kind, probe.header, raw) != probe.key:
                 raise ContentMismatch("the bytes do not hash to the key that was sent; nothing was cached")

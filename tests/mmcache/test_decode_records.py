@@ -15,12 +15,13 @@ from mmcache.server.decode_records import (
     pack_failed,
     pack_fill,
     pack_filled,
-    pack_probe,
     pack_probed,
+    pack_probes,
     parse_answers,
     parse_drop,
     parse_fill,
-    parse_probe,
+    parse_probes,
+    probe_record,
 )
 
 PROBE = Probe(7, "tenant é", "array", b'{"shape":[1,1,3]}', 1 << 40, 3, NOWHERE, bytes(range(16)))
@@ -38,8 +39,8 @@ def received(sent: OutgoingFrame) -> Frame:
 
 
 def test_what_is_packed_is_read() -> None:
-    assert parse_probe(received(pack_probe(PROBE, 5))) == PROBE
-    assert parse_probe(received(pack_probe(PROBE._replace(namespace="", header=b"", target=0), 5))).target == 0
+    probes = [PROBE, PROBE._replace(namespace="", header=b"", target=0), PROBE]
+    assert parse_probes(received(pack_probes([probe_record(probe) for probe in probes], 5))) == probes
     assert parse_fill(received(pack_fill(3, 1 << 33))) == (3, 1 << 33)
     assert parse_drop(received(pack_drop(9))) == 9
     assert parse_answers(received(pack_probed(1, 20, 30, 4))) == [Answer(1, False, 20, 30, 4)]
@@ -56,7 +57,7 @@ def test_a_body_of_another_length_is_refused(change: int) -> None:
         return frame._replace(body=frame.body[:change] if change < 0 else frame.body + b"\0")
 
     for pack, read in (
-        (pack_probe(PROBE, 5), parse_probe),
+        (pack_probes([probe_record(PROBE)] * 2, 5), parse_probes),
         (pack_fill(3, 4), parse_fill),
         (pack_drop(9), parse_drop),
         (pack_probed(1, 2, 3, 0), parse_answers),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ipc.allocator import ALIGNMENT, Allocator
 from ipc.memory_shm import SharedRegion
@@ -14,8 +14,7 @@ class IngestBusyError(Exception):
     """There is no room that work of low priority may take."""
 
 
-@dataclass(frozen=True, slots=True)
-class IngestSlice:
+class IngestSlice(NamedTuple):
     """A part of the ingest region that belongs to whoever reserved it until it is freed."""
 
     offset: int

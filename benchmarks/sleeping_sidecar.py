@@ -11,9 +11,8 @@ import os
 import sys
 import time
 
+from benchmarks.sidecars import ENCODE_MS
 from mmcache.server import rank as coordinator_side
-
-ENCODE_MS = "BENCHMARK_ENCODE_MS"
 
 
 def rank() -> None:

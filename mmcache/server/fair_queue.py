@@ -86,11 +86,11 @@ class FairQueue(Generic[T]):
 
     def ahead(self) -> Iterator[Ticket[T]]:
         """Tickets in the order in which they are due; nothing is taken. The queue may not change meanwhile."""
+        self._tidy()
         if len(self._active) == 1:
             (only,) = self._active
             yield from only.tickets
             return
-        self._tidy()
         heap = self._heap
         # What is to be looked at next: flows, and places of the heap, under which all is due later.
         due: list[tuple[float, int, int, Iterator[Ticket[T]] | None]] = []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmcache.server.fair_queue import MAX_IDLE_FLOWS, FairQueue, Ticket
+from mmcache.server.fair_queue import MAX_IDLE_FLOWS, MAX_STALE, FairQueue, Ticket
 
 
 def served(queue: FairQueue[str], number: int) -> list[str]:
@@ -248,3 +248,15 @@ def test_what_is_taken_together_is_charged_as_if_one_by_one() -> None:
             queue.put(100, "late", 1.0, 1.0)
             queue.put(101, 0, 1.0, 1.0)
         assert [ticket.item for ticket in one.ahead()] == [ticket.item for ticket in both.ahead()]
+
+
+@pytest.mark.parametrize("num_flows", [1, 2])
+def test_a_queue_that_never_runs_empty_keeps_nothing_of_what_is_over(num_flows: int) -> None:
+    queue: FairQueue[int] = FairQueue()
+    for number in range(20):
+        queue.put(number, number % num_flows, 1.0, 1.0)
+    for number in range(2000):
+        queue.put(number, number % num_flows, 1.0, 1.0)
+        queue.take_all(list(itertools.islice(queue.ahead(), 1)))
+    assert len(queue) == 20
+    assert len(queue._heap) <= 2 * MAX_STALE

@@ -140,6 +140,8 @@ def assign(costs: Sequence[float], queued: Sequence[float]) -> list[int]:
     """
     if not queued:
         raise ValueError("assign: at least one rank is needed")
+    if len(queued) == 1:
+        return [0] * len(costs)
     loads = list(queued)
     shares: list[list[int]] = [[] for _ in queued]
     ends = [(load, rank) for rank, load in enumerate(loads)]

@@ -61,10 +61,15 @@ class Allocator:
         index = bisect_left(self._free, (size, 0))
         if index == len(self._free):
             return None
-        free_size, offset = self._free[index]
-        self._take_free(offset, offset + free_size)
+        free_size, offset = self._free.pop(index)
+        del self._free_from[offset]
         if free_size > size:
-            self._add_free(offset + size, offset + free_size)
+            start, end = offset + size, offset + free_size
+            self._free_from[start] = end
+            self._free_to[end] = start
+            insort(self._free, (end - start, start))
+        else:
+            del self._free_to[offset + size]
         self._add_extent(offset, size)
         return offset
 

@@ -7,7 +7,7 @@ nothing else: a closed socket or a limit only quarantines it. Time is injected; 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -88,6 +88,34 @@ class Holder:
         self.num_granted += 1
         return share
 
+    def grant_all(self, extents: Sequence[Leasable], now: float) -> list[Share]:
+        """Begin a share on each of `extents`, as `grant` does, until no word is left: those from there on have none.
+
+        Raises `BadTransition` as `grant` does; the shares that were begun before are ended again then.
+        """
+        if self.state is not _CONNECTED:
+            raise self._not_connected()
+        free, generations, words, seen = self._free, self._generations, self._words, self._seen_words
+        shares: list[Share] = []
+        for extent in extents[: len(free) + self.control.num_words - len(generations)]:
+            try:
+                extent.share_granted(now)
+            except BadTransition:
+                self._take_back(shares)
+                raise
+            if free:
+                slot = free.pop()
+            else:
+                slot = self._new_slot()
+                seen = self._seen_words
+            generation = generations[slot] = generations[slot] % GENERATION_MAX + 1  # never 0
+            words[slot] = seen[slot] = 0  # a word written ahead of its grant acknowledges nothing
+            share = self._shares[slot] = Share(self, slot, generation, extent, now)
+            shares.append(share)
+        self.num_active += len(shares)
+        self.num_granted += len(shares)
+        return shares
+
     def now(self) -> float:
         """The time on its clock, in seconds."""
         return self._clock()
@@ -105,11 +133,24 @@ class Holder:
     def sweep(self) -> list[Share]:
         """Read the control memory and end every share whose word is its generation. Returns the shares that ended."""
         ended: list[Share] = []
+        words, seen, find = self._words, self._seen_words, self._shares.get
+        # Most of what is done for a hit is here: as `_end`, with nothing called that need not be.
         for slot in self.control.acknowledged(self._seen[: len(self._generations)]):
-            word = self._seen_words[slot] = self.control.read(slot)
-            if (share := self._match(slot, word)) is not None:
-                self._end(share, _ACKNOWLEDGED)
-                ended.append(share)
+            word = seen[slot] = words[slot]
+            share = find(slot)
+            if share is None or share.generation != word:
+                self.num_strays += 1
+                continue
+            if share.state is _HELD:
+                share.state = _ACKNOWLEDGED
+            else:
+                share.move(_ACKNOWLEDGED)
+            del self._shares[slot]
+            self._free.append(slot)
+            share.extent.share_ended()
+            ended.append(share)
+        self.num_active -= len(ended)
+        self.num_acknowledged += len(ended)
         return ended
 
     def acknowledge(self, slot: int, generation: int) -> bool:
@@ -215,6 +256,13 @@ class Holder:
         else:
             self.num_died += 1
         share.extent.share_ended()
+
+    def _take_back(self, shares: Sequence[Share]) -> None:
+        """Shares that were begun and not counted were never granted."""
+        for share in shares:
+            del self._shares[share.slot]
+            self._free.append(share.slot)
+            share.extent.share_ended()
 
     def _move(self, to: HolderState) -> None:
         if to not in HOLDER_TRANSITIONS[self.state]:

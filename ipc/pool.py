@@ -206,8 +206,12 @@ class Pool:
     def last_share(self, extent: Extent) -> None:
         """The extent's last share ended (called by the extent)."""
         self.bytes_leased -= extent.nbytes
-        if not extent.num_pins:
-            self._unused(extent)
+        if extent.num_pins:
+            return
+        if extent.state is CACHED:
+            self._allocator.offer(extent.offset, extent.cost_seconds, extent.last_used)
+        else:
+            self._drop(extent)
 
     def _unused(self, extent: Extent) -> None:
         if extent.state is CACHED:

@@ -222,6 +222,16 @@ class FrameReader:
             raise ProtocolError(f"{len(self._fds)} descriptors came that no frame counts")
         return Frame(kind, buffer[PREFIX.size : start], buffer[start:end], fds)
 
+    @property
+    def has_frame(self) -> bool:
+        """Whether what came has a complete frame, or something that is none."""
+        buffer = self._buffer
+        if len(buffer) < PREFIX.size:
+            return False
+        *_, header_bytes, body_bytes = PREFIX.unpack_from(buffer)
+        end: int = PREFIX.size + header_bytes + body_bytes
+        return len(buffer) >= end
+
     def close(self) -> None:
         """Close the descriptors of frames that never completed."""
         close_all(self._fds)

@@ -13,6 +13,7 @@ from mmcache.errors import ConnectionLost, ProtocolError
 from mmcache.framing import MAX_DESCRIPTORS, Frame, FrameReader, OutgoingFrame, close_all
 
 RECEIVE_BYTES = 1 << 16
+_CLOEXEC, _IS_CUT_OFF = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)  # as flags of an enumeration they are slow
 ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
 
 
@@ -22,14 +23,14 @@ def receive_once(sock: socket.socket, reader: FrameReader) -> bool:
     Raises:
         ProtocolError: descriptors were cut off.
     """
-    data, ancillary, flags, _ = sock.recvmsg(RECEIVE_BYTES, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-    if ancillary or flags:
+    data, ancillary, flags, _ = sock.recvmsg(RECEIVE_BYTES, ANCILLARY_BYTES, _CLOEXEC)
+    if ancillary or flags & _IS_CUT_OFF:
         fds = array.array("i")
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
         reader.feed(data, fds.tolist())
-        if flags & socket.MSG_CTRUNC:
+        if flags & _IS_CUT_OFF:
             raise ProtocolError("descriptors were cut off: too many in one message, or none left to this process")
     elif data:
         reader.feed(data)
@@ -87,6 +88,11 @@ class BlockingChannel:
         while (frame := self._frame_there()) is None:
             self._wait(self._readable, deadline)
         return frame
+
+    @property
+    def has_frame(self) -> bool:
+        """Whether `receive` would return without looking at the socket."""
+        return self._reader.has_frame
 
     def close(self) -> None:
         """Close the socket and what was received with frames that never completed."""

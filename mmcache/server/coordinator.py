@@ -159,23 +159,23 @@ class Coordinator:
 
     def _look_up(self, request: Request) -> list[int]:
         """Grant every position that the pool has. Returns the others."""
-        find, grant, shares, pack = self.pools.index.get, request.holder.grant, request.shares, GRANT_HEAD.pack
+        holder, keys, pack = request.holder, request.keys, GRANT_HEAD.pack
+        found = list(map(self.pools.index.get, keys))
+        extents = [extent for extent in found if extent is not None]
+        if len(extents) == len(keys):
+            hits, misses = list(range(len(keys))), list[int]()
+        else:
+            hits = [position for position, extent in enumerate(found) if extent is not None]
+            misses = [position for position, extent in enumerate(found) if extent is None]
+        shares = holder.grant_all(extents, holder.now())
         records: list[Any] = []
-        now = request.holder.now()
-        misses: list[int] = []
-        for position, key in enumerate(request.keys):
-            extent = find(key)
-            if extent is None:
-                misses.append(position)
-                continue
-            try:
-                share = shares[position] = grant(extent, now)
-            except ControlExhausted:
-                self._grant(request, position, extent, POOL)
-            else:
-                records += (pack(position, share.slot, share.generation, POOL), extent.info)
+        for position, share, extent in zip(hits, shares, extents, strict=False):
+            records += (pack(position, share.slot, share.generation, POOL), extent.info)
+        request.shares = dict(zip(hits, shares, strict=False))
         request.send_hits(records)
-        self.stats.hit_pool += len(request.keys) - len(misses)
+        for position, extent in zip(hits[len(shares) :], extents[len(shares) :], strict=True):  # no word was left
+            self._grant(request, position, extent, POOL)
+        self.stats.hit_pool += len(extents)
         self.verifier.pool_hits(request, misses)
         return misses
 

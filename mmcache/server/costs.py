@@ -25,6 +25,8 @@ KEEP: Final = 0.99
 MAX_RATIO: Final = 2.0
 """A batch that took longer than others by this factor, or less, says nothing about how costs depend on patches."""
 
+LOG_MAX_RATIO: Final = math.log(MAX_RATIO)
+
 REFERENCE: Final[tuple[tuple[int, ...], ...]] = ((4,), (256,), (1024,), (4096,), (16384,), (256,) * 16)
 REFERENCE_WEIGHT: Final = 2.0
 """Batches as the fit before predicts them are fitted too: of sizes that do not come, nothing else is known."""
@@ -48,8 +50,9 @@ class Predictor:
         self._log_pace = 0.0
         self._model = calibrated
         self._recent: deque[_Batch] = deque(maxlen=NUM_RECENT)
+        self._log_ratios: deque[float] = deque(maxlen=NUM_RECENT)  # of the recent batches, under the fitted model
         self._moments = Moments(4)
-        self._num_until_fit = REFIT_EVERY
+        self._collected: list[_Batch] = []
         self.errors: deque[float] = deque(maxlen=NUM_ERRORS)
         self.num_batches = 0
 
@@ -69,11 +72,14 @@ class Predictor:
         self.num_batches += 1
         self.errors.append(predicted / seconds - 1)
         batch = _Batch(tuple(patches), seconds)
+        log_ratio = math.log(seconds / predicted) + self._log_pace
         self._recent.append(batch)
-        pace = self._pace(self._fitted)
-        if abs(_log_ratio(self._fitted, batch) - pace) < math.log(MAX_RATIO):
-            self._collect(batch)
-        self._log_pace += STEP * (self._pace(self._fitted) - self._log_pace)
+        self._log_ratios.append(log_ratio)
+        if abs(log_ratio - median(self._log_ratios)) < LOG_MAX_RATIO:
+            self._collected.append(batch)
+            if len(self._collected) == REFIT_EVERY:
+                self._refit()
+        self._log_pace += STEP * (median(self._log_ratios) - self._log_pace)
         self._model = self._fitted.scaled(math.exp(self._log_pace))
 
     def counters(self) -> dict[str, float]:
@@ -86,27 +92,26 @@ class Predictor:
             "seconds_per_patch_squared": model.seconds_per_patch_squared,
         }
 
-    def _pace(self, model: CostModel) -> float:
-        """The logarithm of how many times as long as the model says batches take now."""
-        return median(_log_ratio(model, batch) for batch in self._recent)
-
-    def _collect(self, batch: _Batch) -> None:
-        self._moments.fade(KEEP)
-        self._moments.add_relative(self._fitted.work(batch.patches), batch.seconds)
-        self._num_until_fit -= 1
-        if self._num_until_fit == 0:
-            self._num_until_fit = REFIT_EVERY
-            self._refit()
+    def _collect(self) -> None:
+        """Add what was collected to the sums, each as if what came after it had faded it."""
+        collected, self._collected = self._collected, []
+        self._moments.fade(KEEP ** len(collected))
+        weight = 1.0
+        for batch in reversed(collected):
+            self._moments.add_relative(self._fitted.work(batch.patches), batch.seconds, weight)
+            weight *= KEEP
 
     def _refit(self) -> None:
-        before = self._fitted.scaled(math.exp(self._pace(self._fitted)))
+        self._collect()
+        before = self._fitted.scaled(math.exp(median(self._log_ratios)))
         expected = Moments(4)
         for patches in REFERENCE:
             expected.add_relative(before.work(patches), before.batch_seconds(patches), REFERENCE_WEIGHT)
         launch, item, patch, squared = self._moments.joined(expected).fit()
         if patch + squared > 0:
             self._fitted = CostModel(launch, patch, squared, item, before.num_at_once)
-            self._log_pace = self._pace(self._fitted)
+            self._log_ratios.extend([_log_ratio(self._fitted, batch) for batch in self._recent])
+            self._log_pace = median(self._log_ratios)
 
 
 def error_counters(predictors: Sequence[Predictor]) -> dict[str, float]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from mmcache.media import IMAGE
 from mmcache.server.fair_queue import Ticket
@@ -44,8 +43,7 @@ class SharedDescriptor:
             os.close(self.fd)
 
 
-@dataclass(frozen=True, slots=True)
-class Supplied:
+class Supplied(NamedTuple):
     """An item's bytes as a client sent them: a claim until a decoder has hashed them."""
 
     memory: SharedDescriptor
@@ -61,8 +59,7 @@ class Supplied:
         return max(1, self.nbytes * PIXELS_A_BYTE if self.kind == IMAGE else self.nbytes // 3)
 
 
-@dataclass(frozen=True, slots=True)
-class Pixels:
+class Pixels(NamedTuple):
     """Decoded RGB pixels, uint8, in the ingest region; the holder frees the slice.
 
     A picture, `[height, width, 3]`, if `num_frames` is 0; else a video chunk, `[num_frames, height, width, 3]`.

@@ -10,16 +10,19 @@ from collections.abc import Callable
 
 from ipc.memory_shm import sealed_copy
 from mmcache.errors import ITEM_ERRORS, ProtocolError, SidecarError
-from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
+from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame
 from mmcache.keys import KeyHasher
 from mmcache.media import ARRAY
+from mmcache.server.array_sizes import ArraySizes
 from mmcache.server.channel import Poller
 from mmcache.server.children import Child, restart_delay_s
 from mmcache.server.decode_job import Job, Pixels, SharedDescriptor, Supplied
-from mmcache.server.decode_turn import DecoderLostError, MovedError, Turn
+from mmcache.server.decode_records import NOWHERE, Answer, Probe, pack_drop, pack_fill, parse_answers, probe_record
+from mmcache.server.decode_turn import ARRAYS_A_TURN, DecoderLostError, MovedError, Turn
 from mmcache.server.decode_watch import Watchdog
 from mmcache.server.ingest import Ingest
-from mmcache.server.messages import Drop, Fill, Filled, Probe, Probed, StartDecoder, pixels_shape
+from mmcache.server.messages import StartDecoder, pixels_shape
+from mmcache.server.probe_outbox import ProbeOutbox
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ class Decoder:
         self._poller = poller
         self._ingest = ingest
         self._start = start
+        self._sizes = ArraySizes(start.max_pixels)
+        self._outbox = ProbeOutbox()
         self._on_change = on_change
         self._watchdog = Watchdog(timeout_s, lambda: on_stall(self), self._kill)
         self._loop = asyncio.get_running_loop()
@@ -55,6 +60,7 @@ class Decoder:
         self._up = asyncio.Event()
         self._started: asyncio.Future[None] | None = None
         self._child: Child | None = None
+        self._num_parts_in_hand = 0
         self.num_pixels = 0
         self.num_restarts = 0
 
@@ -77,7 +83,8 @@ class Decoder:
     def has_room(self) -> bool:
         """Whether it should be given an item."""
         is_free = self._up.is_set() and not self._watchdog.is_stalled
-        return is_free and len(self._turns) < MAX_TURNS and self.num_pixels < MAX_PIXELS_AHEAD
+        has_place = self._num_parts_in_hand < MAX_TURNS * ARRAYS_A_TURN
+        return is_free and has_place and self.num_pixels < MAX_PIXELS_AHEAD
 
     async def start(self) -> None:
         """Start the process and decode one pixel: returns once it is up and well.
@@ -126,9 +133,11 @@ class Decoder:
     def begin(self, job: Job) -> Turn:
         """Put an item into the hands of the process, which is up. To be followed by `run`, or else `leave`."""
         assert self._child is not None, "it is up"
-        self._last_job += 1
-        turn = Turn(self, self._child, job, self._last_job)
+        self._last_job = (self._last_job + 1) & 0xFFFFFFFF
+        item = job.item
+        turn = Turn(self, self._child, job, self._last_job, self._sizes.of(item.kind, item.header, item.nbytes))
         self._turns[turn.job_id] = turn
+        self._num_parts_in_hand += turn.num_parts
         self.num_pixels += turn.num_pixels
         return turn
 
@@ -159,28 +168,40 @@ class Decoder:
             turn.settle(MovedError())
 
     async def _run(self, turn: Turn) -> Pixels:
-        job, item = turn.job, turn.job.item
-        probe = Probe(
-            job_id=turn.job_id, namespace=item.namespace, key=job.key, kind=item.kind, header=item.header,
-            offset=item.offset, nbytes=item.nbytes,
-        )  # fmt: skip
-        size = await self._ask(turn, pack_frame(Kind.PROBE, probe, fds=[item.memory.fd]))
-        assert isinstance(size, Probed), "a probe is answered by Probed"
-        job.tell_size(size.height, size.width, size.num_frames)
-        nbytes = math.prod(pixels_shape(size.num_frames, size.height, size.width))
-        part = await self._ingest.reserve(nbytes) if job.is_urgent else self._ingest.reserve_spare(nbytes)
-        turn.part = part
-        await self._ask(turn, pack_frame(Kind.FILL, Fill(job_id=turn.job_id, offset=part.offset)))
+        size = turn.size
+        if size is None:
+            answer = await self._ask(turn, self._probe(turn, NOWHERE))
+            size = answer.height, answer.width, answer.num_frames
+        height, width, num_frames = size
+        turn.job.tell_size(height, width, num_frames)
+        nbytes = math.prod(pixels_shape(num_frames, height, width))
+        ingest = self._ingest
+        turn.part = part = await ingest.reserve(nbytes) if turn.job.is_urgent else ingest.reserve_spare(nbytes)
+        if turn.size is None:
+            await self._ask(turn, pack_fill(turn.job_id, part.offset))
+        else:
+            await self._ask(turn, self._probe(turn, part.offset))
         turn.part = None
-        return Pixels(part, size.height, size.width, size.num_frames)
+        return Pixels(part, height, width, num_frames)
 
-    async def _ask(self, turn: Turn, frame: OutgoingFrame) -> Probed | Filled:
+    def _probe(self, turn: Turn, target: int) -> bytes:
+        item = turn.job.item
+        return probe_record(
+            Probe(turn.job_id, item.namespace, item.kind, item.header, item.offset, item.nbytes, target, turn.job.key)
+        )
+
+    async def _ask(self, turn: Turn, what: OutgoingFrame | bytes) -> Answer:
+        """Ask the process something: what is in a frame, or a probe."""
         if turn.child is not self._child:
             raise DecoderLostError(was_at_work=False)
         turn.is_opened = False
         turn.is_asked = True
         turn.answer = self._loop.create_future()
-        turn.child.send(frame)
+        if isinstance(what, bytes):
+            self._outbox.add(turn.child, what, turn.job.item.memory)
+        else:
+            self._outbox.flush()
+            turn.child.send(what)
         self._asked.append(turn)
         if len(self._asked) == 1:
             self._watch()
@@ -198,8 +219,9 @@ class Decoder:
             turn.part = None
         if self._turns.pop(turn.job_id, None) is not None:
             self.num_pixels -= turn.num_pixels
+            self._num_parts_in_hand -= turn.num_parts
             if turn.is_opened:
-                turn.child.send(pack_frame(Kind.DROP, Drop(job_id=turn.job_id)))
+                turn.child.send(pack_drop(turn.job_id))
             self._on_change()
 
     def _on_frame(self, frame: Frame) -> None:
@@ -210,19 +232,21 @@ class Decoder:
                 self._started.set_result(None)
             self._on_change()
             return
-        answer = parse(Probed, frame) if frame.kind == Kind.PROBED else parse(Filled, frame)
-        turn = self._asked[0] if self._asked else None
-        if turn is None or not turn.expects(answer):
-            raise ProtocolError("the decoder's answer makes no sense")  # it is replaced
-        self._answered(turn, answer)
-
-    def _answered(self, turn: Turn, answer: Probed | Filled) -> None:
+        for answer in parse_answers(frame):
+            turn = self._asked[0] if self._asked else None
+            if turn is None or not turn.expects(answer):
+                raise ProtocolError("the decoder's answer makes no sense")  # it is replaced
+            self._answered(turn, answer)
         self._deaths_in_a_row = 0
-        self._asked.popleft()
         was_stalled = self._watchdog.is_stalled
         self._watch()
+        if was_stalled:
+            self._on_change()
+
+    def _answered(self, turn: Turn, answer: Answer) -> None:
+        self._asked.popleft()
         turn.is_asked = False
-        if isinstance(answer, Probed) and not answer.error:
+        if not answer.is_filled and not answer.error:
             turn.is_opened = True
             self.num_pixels -= turn.num_pixels
             turn.num_pixels = answer.height * answer.width * max(1, answer.num_frames)
@@ -230,8 +254,6 @@ class Decoder:
         if turn.is_left:
             self._end(turn)
         turn.settle(answer)
-        if was_stalled:
-            self._on_change()
 
     def _watch(self) -> None:
         """Another item is at the head, or none is."""
@@ -249,7 +271,7 @@ class Decoder:
         lost, self._turns = self._turns, {}
         self._asked.clear()
         self._watchdog.rest()
-        self.num_pixels = 0
+        self.num_pixels = self._num_parts_in_hand = 0
         self._child = None
         self._up.clear()
         for turn in lost.values():

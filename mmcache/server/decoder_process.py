@@ -6,13 +6,25 @@ import logging
 import os
 import resource
 import sys
+import time
 
 from ipc.memory_shm import SEALS_FROZEN, ReadOnlyRegion, SharedRegion
 from mmcache.errors import ConnectionLost, ContentMismatch, ItemError
 from mmcache.framing import Frame, Kind, pack_frame, parse
 from mmcache.keys import KeyHasher
 from mmcache.server.children import connect_to_parent
-from mmcache.server.messages import Drop, Fill, Filled, Probe, Probed, StartDecoder
+from mmcache.server.decode_records import (
+    MAX_FILLED,
+    NOWHERE,
+    Probe,
+    pack_failed,
+    pack_filled,
+    pack_probed,
+    parse_drop,
+    parse_fill,
+    parse_probes,
+)
+from mmcache.server.messages import StartDecoder
 from mmcache.server.pixels import OpenedMedia
 from mmcache.transport import BlockingChannel, take_descriptors
 
@@ -21,8 +33,18 @@ BYTES_A_PIXEL = 16
 """Memory of its own that a decoder may have: what the largest picture takes, in several copies, and something more."""
 
 
+GATHER_S = 1e-3
+"""Arrays that are in place are told of together, but none waits for more than this."""
+LARGE_BYTES = 1 << 20
+"""An item as large as this takes as long by itself: what is in place is told of before it is begun."""
+
+
 class Decoder:
-    """Answers probes and fills in the order they come."""
+    """Answers probes and fills in the order they come.
+
+    Of arrays, which are only copied, it answers for several at once. Before it touches a file, which may be its end,
+    everything before that is answered for.
+    """
 
     def __init__(self, channel: BlockingChannel) -> None:
         frame = channel.receive()
@@ -35,44 +57,76 @@ class Decoder:
         self._max_pixels = start.max_pixels
         self._orientation = start.orientation
         self._opened: dict[int, OpenedMedia] = {}
+        self._filled: list[int] = []
+        self._first_filled_s = 0.0
         _bound_memory(start.max_pixels)
 
     def serve(self) -> None:
         """Until the sidecar closes the channel."""
         self._channel.send(pack_frame(Kind.DECODER_READY, None))
         while True:
-            frame = self._channel.receive()
-            if frame.kind == Kind.PROBE:
-                self._channel.send(pack_frame(Kind.PROBED, self._probe(frame)))
-            elif frame.kind == Kind.FILL:
-                self._channel.send(pack_frame(Kind.FILLED, self._fill(parse(Fill, frame))))
-            elif frame.kind == Kind.DROP:
-                self._opened.pop(parse(Drop, frame).job_id, None)
+            if not self._channel.has_frame:
+                self._tell()
+            self._handle(self._channel.receive())
 
-    def _probe(self, frame: Frame) -> Probed:
-        probe = parse(Probe, frame)
-        (fd,) = take_descriptors(frame, 1)
-        try:
-            raw = ReadOnlyRegion.attach(fd, SEALS_FROZEN).view(probe.offset, probe.nbytes).data
-        finally:
-            os.close(fd)
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind == Kind.PROBE:
+            (fd,) = take_descriptors(frame, 1)
+            try:
+                memory = ReadOnlyRegion.attach(fd, SEALS_FROZEN)
+                for probe in parse_probes(frame):
+                    self._probe(probe, memory)
+            finally:
+                os.close(fd)
+        elif frame.kind == Kind.FILL:
+            job_id, target = parse_fill(frame)
+            self._tell()
+            self._fill(job_id, self._opened.pop(job_id), target)
+            self._tell()
+        elif frame.kind == Kind.DROP:
+            self._opened.pop(parse_drop(frame), None)
+
+    def _probe(self, probe: Probe, memory: ReadOnlyRegion) -> None:
+        is_array = probe.target != NOWHERE
+        if not is_array or probe.nbytes >= LARGE_BYTES:
+            self._tell()
+        raw = memory.view(probe.offset, probe.nbytes).data
         try:
             if KeyHasher(self._seed, probe.namespace).key(probe.kind, probe.header, raw) != probe.key:
                 raise ContentMismatch("the bytes do not hash to the key that was sent; nothing was cached")
             opened = OpenedMedia(probe.kind, probe.header, raw, self._max_pixels, self._orientation)
         except ItemError as error:
-            return Probed(job_id=probe.job_id, error=type(error).__name__, reason=error.reason)
-        self._opened[probe.job_id] = opened
-        return Probed(job_id=probe.job_id, width=opened.width, height=opened.height, num_frames=opened.num_frames)
+            self._fail(Kind.FILLED if is_array else Kind.PROBED, probe.job_id, error)
+            return
+        if is_array:
+            self._fill(probe.job_id, opened, probe.target)
+        else:
+            self._opened[probe.job_id] = opened
+            self._channel.send(pack_probed(probe.job_id, opened.height, opened.width, opened.num_frames))
 
-    def _fill(self, fill: Fill) -> Filled:
-        opened = self._opened.pop(fill.job_id)
-        pixels = self._region.array(fill.offset, opened.nbytes)
+    def _fill(self, job_id: int, opened: OpenedMedia, target: int) -> None:
+        pixels = self._region.array(target, opened.nbytes)
         try:
             opened.fill(pixels.reshape(opened.shape))
         except ItemError as error:
-            return Filled(job_id=fill.job_id, error=type(error).__name__, reason=error.reason)
-        return Filled(job_id=fill.job_id)
+            self._fail(Kind.FILLED, job_id, error)
+            return
+        now = time.monotonic()
+        if not self._filled:
+            self._first_filled_s = now
+        self._filled.append(job_id)
+        if len(self._filled) == MAX_FILLED or now - self._first_filled_s > GATHER_S:
+            self._tell()
+
+    def _fail(self, kind: Kind, job_id: int, error: ItemError) -> None:
+        self._tell()
+        self._channel.send(pack_failed(kind, job_id, type(error).__name__, error.reason))
+
+    def _tell(self) -> None:
+        """Answer for what is in place."""
+        if self._filled:
+            self._channel.send(pack_filled(self._filled))
+            self._filled.clear()
 
 
 def _bound_memory(max_pixels: int) -> None:

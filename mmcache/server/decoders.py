@@ -124,6 +124,9 @@ class Decoders:
 
     async def _turn(self, job: Job) -> Turn:
         """Wait in the line; what had a turn already is before all that had none."""
+        if not self._returned and not len(self._queue) and (decoder := self._least_busy()) is not None:
+            job.had_turn = True
+            return decoder.begin(job)
         granted: asyncio.Future[Turn] = self._loop.create_future()
         job.granted = granted
         job.is_waiting = True
@@ -158,8 +161,11 @@ class Decoders:
             self._queue.remove(job.ticket)
 
     def _least_busy(self) -> Decoder | None:
-        free = [decoder for decoder in self._decoders if decoder.has_room]
-        return min(free, key=lambda decoder: decoder.num_pixels, default=None)
+        least = None
+        for decoder in self._decoders:
+            if decoder.has_room and (least is None or decoder.num_pixels < least.num_pixels):
+                least = decoder
+        return least
 
     def _relieve(self, decoder: Decoder) -> None:
         """A process takes long over an item: what waits behind it goes elsewhere, if anybody has room."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from encoder.config import ProcessorConfig
+from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
 from ipc.errors import MemoryUnavailable
 from mmcache.config import Settings
 from mmcache.errors import CheckpointError, ConfigError, MMCacheError, SidecarError
@@ -13,10 +15,20 @@ from mmcache.keys import Fingerprint, fingerprint
 from mmcache.protocol import ModelChanged
 from mmcache.server.messages import Loaded, ModelReport, StartFailed
 
+Sides: TypeAlias = "tuple[int, int, int]"
+"""Height, width and number of frames; 0 for a picture."""
+Sizes: TypeAlias = "tuple[Grid, int, int]"
+"""Grid, patches and tokens."""
+
+MAX_KNOWN_SIZES = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model as it is served. `model`: what the setting names; all else follows from what a rank loaded."""
+    """A model as it is served. `model`: what the setting names; all else follows from what a rank loaded.
+
+    `known_sizes`: what `sizes` remembers.
+    """
 
     model: str
     fingerprint: Fingerprint
@@ -24,6 +36,20 @@ class ModelFacts:
     dim: int
     numerics_version: int
     processor: ProcessorConfig
+    known_sizes: dict[Sides, Sizes] = field(default_factory=dict, compare=False, repr=False)
+
+    def sizes(self, height: int, width: int, num_frames: int) -> Sizes:
+        """Grid, patches and tokens of decoded pixels. Raises `ImageError` as `grid_thw` does."""
+        sides = (height, width, num_frames)
+        try:
+            return self.known_sizes[sides]
+        except KeyError:
+            grid = grid_thw(width, height, self.processor, num_frames)
+            sizes = grid, num_patches(grid), num_tokens(grid, self.processor.merge_size)
+            if len(self.known_sizes) == MAX_KNOWN_SIZES:
+                self.known_sizes.clear()
+            self.known_sizes[sides] = sizes
+            return sizes
 
     @property
     def token_bytes(self) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from mmcache.errors import ItemError
@@ -22,6 +21,37 @@ Waiter: TypeAlias = "tuple[Request, int]"
 
 class AbandonedError(Exception):
     """Nobody waits for this flight any more."""
+
+
+class Interruptible:
+    """See `Flight.interrupted`."""
+
+    __slots__ = ("_flight", "_is_abandoned", "_on_change", "_task")
+
+    def __init__(self, flight: Flight, on_change: Callable[[], None] | None) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a flight is carried by a task"
+        self._flight = flight
+        self._on_change = on_change
+        self._task = task
+        self._is_abandoned = False
+
+    def __enter__(self) -> None:
+        self._flight.on_change = self._changed
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._flight.on_change = None
+        is_cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+        if is_cancelled and self._is_abandoned and not self._task.uncancel():
+            raise AbandonedError from None
+
+    def _changed(self) -> None:
+        if not self._flight.waiters:
+            if not self._is_abandoned:
+                self._is_abandoned = True
+                self._task.cancel()
+        elif self._on_change is not None:
+            self._on_change()
 
 
 class Flight:
@@ -105,8 +135,7 @@ class Flight:
             self.leave(request, position)
             request.fail(position, error)
 
-    @contextlib.contextmanager
-    def interrupted(self, on_change: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def interrupted(self, on_change: Callable[[], None] | None = None) -> Interruptible:
         """Inside, what its task waits for is cancelled when its last waiter leaves; only around what may be.
 
         `on_change` is called when others wait for it than before.
@@ -114,27 +143,7 @@ class Flight:
         Raises:
             AbandonedError: that happened.
         """
-        task = asyncio.current_task()
-        assert task is not None, "a flight is carried by a task"
-        is_abandoned = False
-
-        def changed() -> None:
-            nonlocal is_abandoned
-            if self.waiters:
-                on_change()
-            elif not is_abandoned:
-                is_abandoned = True
-                task.cancel()
-
-        self.on_change = changed
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not is_abandoned or task.uncancel():
-                raise
-            raise AbandonedError from None
-        finally:
-            self.on_change = None
+        return Interruptible(self, on_change)
 
     def _answer(self, answer: tuple[Waiter, Supplied] | None) -> bool:
         if self.supplied is None or self.supplied.done():

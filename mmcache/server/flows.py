@@ -31,8 +31,8 @@ class Flow(NamedTuple):
 
 def flow_of(flight: Flight) -> Flow:
     """Of the first who waits for a flight, before all of lower priority. It has waiters."""
-    requests = (request for request, _ in flight.waiters)
-    first = next((request for request in requests if request.priority == INTERACTIVE), None)
-    if first is None:
-        first, _ = next(iter(flight.waiters))
+    for request, _ in flight.waiters:
+        if request.priority == INTERACTIVE:
+            return Flow(request.connection, INTERACTIVE)
+    first, _ = next(iter(flight.waiters))
     return Flow(first.connection, first.priority)

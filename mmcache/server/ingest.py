@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ipc.allocator import ALIGNMENT, Allocator
 from ipc.memory_shm import SharedRegion
@@ -14,8 +14,7 @@ class IngestBusyError(Exception):
     """There is no room that work of low priority may take."""
 
 
-@dataclass(frozen=True, slots=True)
-class IngestSlice:
+class IngestSlice(NamedTuple):
     """A part of the ingest region that belongs to whoever reserved it until it is freed."""
 
     offset: int
@@ -31,12 +30,13 @@ class Ingest:
         self._allocator = Allocator(self.region.nbytes)
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
+        self._num_waiting = 0
         self.bytes_used = 0
 
     @property
     def is_waited_for(self) -> bool:
         """Whether a request waits for room."""
-        return self._turn.locked()
+        return self._num_waiting > 0
 
     async def reserve(self, nbytes: int) -> IngestSlice:
         """Wait for `nbytes` of room.
@@ -48,10 +48,9 @@ class Ingest:
             raise ImageTooLarge(
                 f"{nbytes} bytes of pixels or payload, the ingest region holds {self.region.nbytes} (ingest_bytes)"
             )
-        async with self._turn:
-            while (offset := self._allocator.allocate(nbytes)) is None:
-                self._freed.clear()
-                await self._freed.wait()
+        offset = None if self._num_waiting else self._allocator.allocate(nbytes)
+        if offset is None:
+            offset = await self._in_turn(nbytes)
         self.bytes_used += nbytes
         return IngestSlice(offset, nbytes)
 
@@ -73,6 +72,17 @@ class Ingest:
         self._allocator.free(part.offset)
         self.bytes_used -= part.nbytes
         self._freed.set()
+
+    async def _in_turn(self, nbytes: int) -> int:
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                while (offset := self._allocator.allocate(nbytes)) is None:
+                    self._freed.clear()
+                    await self._freed.wait()
+                return offset
+        finally:
+            self._num_waiting -= 1
 
     def check(self) -> None:
         """Assert that the allocator and the count agree."""

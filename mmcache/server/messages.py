@@ -23,50 +23,6 @@ class StartDecoder(Message):
     orientation: str
 
 
-class Probe(Message):
-    """Hash an item, compare with its key, read its header; answered by `Probed`. Carries the memfd that holds it."""
-
-    job_id: int
-    namespace: str
-    key: bytes
-    kind: str
-    header: bytes
-    offset: int
-    nbytes: int
-
-
-class Probed(Message):
-    """Size of an item's pixels, or the error that ended the job. `num_frames`: of a video chunk; 0 for a picture."""
-
-    job_id: int
-    width: int = 0
-    height: int = 0
-    num_frames: int = 0
-    error: str = ""
-    reason: str = ""
-
-
-class Fill(Message):
-    """Decode a probed item into the ingest region at `offset`; answered by `Filled`."""
-
-    job_id: int
-    offset: int
-
-
-class Filled(Message):
-    """The pixels are in place, or the error that ended the job."""
-
-    job_id: int
-    error: str = ""
-    reason: str = ""
-
-
-class Drop(Message):
-    """Forget a probed item."""
-
-    job_id: int
-
-
 class StartRank(Message):
     """Load the model and make the pool. Carries the ingest region's descriptor.
 

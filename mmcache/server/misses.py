@@ -8,7 +8,6 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from encoder.sizing import num_patches
 from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, SliceGone
 from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.records import ORIGINS
@@ -20,8 +19,9 @@ from mmcache.server.encoding import Encoding
 from mmcache.server.fill_wait import Announcement
 from mmcache.server.flight import AbandonedError, Flight, Waiter
 from mmcache.server.flows import flow_of
+from mmcache.server.patience import Patience
 from mmcache.server.placing import GaveWayError, Placing
-from mmcache.server.sources import SUPPLY_PATIENCE_S, blame, decoded_grid, is_written
+from mmcache.server.sources import blame, decoded_sizes, is_written
 from mmcache.server.staged import StagedPixels
 from mmcache.tiers.base import Entry
 
@@ -42,7 +42,8 @@ class MissPath:
         self.placing = Placing(coordinator, self._spawn)
         self.behind = WriteBehind(coordinator, partial(self._spawn, flights=()))
         self._encoding = Encoding(coordinator, self.placing, self.behind)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Sequence[Flight]] = {}
+        self._patience = Patience()
 
     @property
     def waits_for_room(self) -> bool:
@@ -65,6 +66,8 @@ class MissPath:
             self._spawn(self._fly(flight, entry, fingerprint), [flight])
 
     async def _find(self, flights: Sequence[Flight], fingerprint: Fingerprint) -> list[Entry | None]:
+        if not self._home.store.has_tiers:  # it counts them
+            return await self._home.store.find([flight.key for flight in flights])
         keys = [store_key(fingerprint, ContentKey(flight.key)) for flight in flights]
         entries = await self._home.store.find(keys)
         is_wrong = self._home.verifier.is_condemned
@@ -187,7 +190,8 @@ class MissPath:
             return await decoders.decode(job)
 
     def _sized(self, announcement: Announcement, height: int, width: int, num_frames: int) -> None:
-        announcement.sized(num_patches(decoded_grid(height, width, num_frames, self._home.facts)))
+        _, num_patches, _ = decoded_sizes(height, width, num_frames, self._home.facts)
+        announcement.sized(num_patches)
 
     async def _supplied(self, flight: Flight, first: Waiter) -> tuple[Waiter, Supplied] | None:
         """The bytes and whose they are; None when the first waiter will not send them, or keeps others waiting."""
@@ -198,26 +202,21 @@ class MissPath:
         if flight.supplied is None or flight.supplied.done():
             flight.supplied = self._loop.create_future()
         request.ask(position)
-        while True:
-            done, _ = await asyncio.wait([flight.supplied], timeout=SUPPLY_PATIENCE_S)
-            if done:
-                return flight.supplied.result()
-            if flight.pass_on():
-                return None
+        self._patience.begin(flight, flight.supplied)
+        return await flight.supplied
 
     def _spawn(self, work: Coroutine[object, object, None], flights: Sequence[Flight]) -> None:
         """Run a task. A fault of ours in it fails its flights at once instead of at their deadline."""
         task = self._loop.create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = flights
+        task.add_done_callback(self._ended)
 
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if task.cancelled() or (fault := task.exception()) is None:
-                return
-            log.error("internal error", exc_info=fault)
-            self._home.stats.errors["Internal"] += 1
-            for flight in flights:
-                flight.fail(EncodeFailed(f"internal error: {fault!r}"))
-                self._home.flights.end(flight)
-
-        task.add_done_callback(ended)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        flights = self._tasks.pop(task)
+        if task.cancelled() or (fault := task.exception()) is None:
+            return
+        log.error("internal error", exc_info=fault)
+        self._home.stats.errors["Internal"] += 1
+        for flight in flights:
+            flight.fail(EncodeFailed(f"internal error: {fault!r}"))
+            self._home.flights.end(flight)

@@ -123,9 +123,8 @@ class Placing:
 
     def check_size(self, nbytes: int) -> None:
         """Raise `PoolExhausted` if an embedding could never fit."""
-        pools = self._pools()
-        if pools and all(nbytes > pool.bytes_total for pool in pools):
-            largest = max(pool.bytes_total for pool in pools)
+        largest = max([pool.bytes_total for pool in self._pools()], default=nbytes)
+        if nbytes > largest:
             raise PoolExhausted(f"{nbytes} bytes can never fit into a pool of {largest} bytes; raise pool_bytes")
 
     def _try_place(self, nbytes: int, patches: int, avoid: Rank | None) -> tuple[Rank, Extent] | None:

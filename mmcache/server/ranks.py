@@ -81,7 +81,7 @@ class Ranks:
     @property
     def ready(self) -> list[Rank]:
         """Ranks that take work."""
-        return [rank for rank in self._living() if rank.is_ready]
+        return [rank for slot in self._slots if (rank := slot.rank) is not None and rank.is_ready]
 
     @property
     def outage(self) -> str:

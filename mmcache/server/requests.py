@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from mmcache.errors import ItemError, Overloaded
@@ -96,12 +97,13 @@ class Request:
         self._retry_after_s = 0.0
         self._flush_due = False
         self._timer: asyncio.TimerHandle | None = None
-        self._window: asyncio.Semaphore | None = None
+        self._window: AbstractAsyncContextManager[None] | None = None
 
     @property
-    def window(self) -> asyncio.Semaphore:
-        """Bounds the items whose bytes are asked for at once."""
-        self._window = self._window or asyncio.Semaphore(SUPPLY_WINDOW)
+    def window(self) -> AbstractAsyncContextManager[None]:
+        """Bounds the items whose bytes are asked for at once; of a request that has no more than that, nothing does."""
+        if self._window is None:
+            self._window = nullcontext() if len(self.keys) <= SUPPLY_WINDOW else asyncio.Semaphore(SUPPLY_WINDOW)
         return self._window
 
     def send_hits(self, records: list[Any]) -> None:

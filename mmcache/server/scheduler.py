@@ -171,9 +171,10 @@ class Scheduler:
         share = _share_of(rank, ranks, due, sum(job.cost_s for job in batch.jobs), is_long=is_long)
         if not batch.jobs and self._waits(rank, len(ranks), share, due):
             return
-        for job in share:
-            if batch.takes(job):
-                self._bind(rank, job, batch)
+        bound = [job for job in share if batch.takes(job) and self._bind(rank, job, batch)]
+        self._queue.take_all([self._tickets[job] for job in bound])
+        for job in bound:
+            self._left(job)
         due[0].was_passed = True
 
     def _waits(self, rank: Rank, num_ranks: int, share: Sequence[EncodeJob], due: Sequence[EncodeJob]) -> bool:
@@ -194,18 +195,18 @@ class Scheduler:
             due.append(ticket.item)
         return due, False
 
-    def _bind(self, rank: Rank, job: EncodeJob, batch: Microbatch) -> None:
+    def _bind(self, rank: Rank, job: EncodeJob, batch: Microbatch) -> bool:
+        """Whether it is in the microbatch; else it has left the queue."""
         if (extent := _reserved(rank, job.nbytes)) is None:
             self.give_up(job, NoRoomError())
-            return
+            return False
         try:
             job.bind(rank, extent)
         except ItemError as error:
             self.give_up(job, error)
-            return
-        self._queue.take(self._tickets[job])
-        self._left(job)
+            return False
         batch.add(job)
+        return True
 
     def _left(self, job: EncodeJob) -> None:
         del self._tickets[job]
@@ -220,6 +221,8 @@ def _share_of(
 
     `begun_s`: predicted seconds of what it has for its microbatch already.
     """
+    if len(ranks) == 1:
+        return list(due)
     loads = [one.batcher.left_s + (begun_s if one is rank else 0.0) for one in ranks]
     mine: set[EncodeJob] = set()
     others: list[EncodeJob] = []

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from encoder.errors import ImageError
-from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
+from encoder.sizing import num_patches, num_tokens
 from mmcache.errors import ContentMismatch, ItemError, SliceGone, UnsupportedItem
 from mmcache.server.decoders import Pixels
-from mmcache.server.facts import ModelFacts
+from mmcache.server.facts import ModelFacts, Sizes
 from mmcache.server.flight import Flight
+from mmcache.server.patience import SUPPLY_PATIENCE_S
 from mmcache.server.staged import OVER, StagedPixels, StagedSlice
-
-SUPPLY_PATIENCE_S = 1.0
-"""A client that has not sent bytes after this long is asked no longer alone, if another client waits for them too."""
 
 
 async def is_written(flight: Flight, staged: StagedSlice) -> bool:
@@ -51,29 +49,28 @@ def blame(flight: Flight, staged: StagedSlice, error: ItemError, *, is_theirs: b
             request.fail(position, error)
 
 
-def sizes(pixels: Pixels | StagedPixels, facts: ModelFacts) -> tuple[Grid, int, int]:
+def sizes(pixels: Pixels | StagedPixels, facts: ModelFacts) -> Sizes:
     """Grid, patches and tokens of an item.
 
     Raises:
         UnsupportedItem: the model does not take a chunk of that many frames, or such rows.
     """
-    if isinstance(pixels, StagedPixels):
-        try:
-            grid = pixels.grid(facts)
-        except ImageError as error:
-            raise UnsupportedItem(str(error)) from error
-    else:
-        grid = decoded_grid(pixels.height, pixels.width, pixels.num_frames, facts)
+    if not isinstance(pixels, StagedPixels):
+        return decoded_sizes(pixels.height, pixels.width, pixels.num_frames, facts)
+    try:
+        grid = pixels.grid(facts)
+    except ImageError as error:
+        raise UnsupportedItem(str(error)) from error
     return grid, num_patches(grid), num_tokens(grid, facts.processor.merge_size)
 
 
-def decoded_grid(height: int, width: int, num_frames: int, facts: ModelFacts) -> Grid:
-    """Patches in time, height and width of decoded pixels, which may be on their way still.
+def decoded_sizes(height: int, width: int, num_frames: int, facts: ModelFacts) -> Sizes:
+    """As `sizes`, of decoded pixels, which may be on their way still.
 
     Raises:
         UnsupportedItem: as `sizes`.
     """
     try:
-        return grid_thw(width, height, facts.processor, num_frames)
+        return facts.sizes(height, width, num_frames)
     except ImageError as error:
         raise UnsupportedItem(str(error)) from error

@@ -10,9 +10,9 @@ from encoder.config import ProcessorConfig
 from encoder.errors import ImageError
 from encoder.sizing import Grid, grid_thw
 from mmcache.errors import UnsupportedItem
-from mmcache.images.bounds import check_chunk
 from mmcache.media import ARRAY, ArrayHeader
 from mmcache.patches import PATCHES, PatchHeader
+from mmcache.server.array_sizes import array_bytes, sides
 from mmcache.server.grids import grid_fault
 
 
@@ -24,7 +24,7 @@ def checked_header(kind: str, header: bytes, nbytes: int, max_pixels: int, proce
             such item.
     """
     try:
-        expected = _array_bytes(header, max_pixels) if kind == ARRAY else _patch_bytes(kind, header)
+        expected = array_bytes(header, max_pixels)[1] if kind == ARRAY else _patch_bytes(kind, header)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise UnsupportedItem(f"its header is none of {kind!r}: {first['loc']}: {first['msg']}") from error
@@ -40,7 +40,7 @@ def staged_grid(kind: str, header: bytes, processor: ProcessorConfig) -> Grid:
         UnsupportedItem: this model does not take it.
     """
     if kind == ARRAY:
-        num_frames, height, width = _sides(ArrayHeader.model_validate_json(header).shape)
+        height, width, num_frames = sides(ArrayHeader.model_validate_json(header).shape)
         try:
             return grid_thw(width, height, processor, num_frames)
         except ImageError as error:
@@ -53,13 +53,6 @@ def staged_grid(kind: str, header: bytes, processor: ProcessorConfig) -> Grid:
     return rows.grid
 
 
-def _array_bytes(header: bytes, max_pixels: int) -> int:
-    shape = ArrayHeader.model_validate_json(header).shape
-    num_frames, height, width = _sides(shape)
-    check_chunk(max(1, num_frames), width, height, max_pixels)
-    return math.prod(shape)
-
-
 def _patch_bytes(kind: str, header: bytes) -> int:
     if kind != PATCHES:
         raise UnsupportedItem(f"items of kind {kind!r} are not staged")
@@ -67,8 +60,3 @@ def _patch_bytes(kind: str, header: bytes) -> int:
     if math.prod(rows.grid) != rows.shape[0]:
         raise UnsupportedItem(f"a grid of {rows.grid} has {math.prod(rows.grid)} rows, not {rows.shape[0]}")
     return rows.nbytes
-
-
-def _sides(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Frames (0 for a picture), height and width."""
-    return (shape[0], shape[1], shape[2]) if len(shape) == 4 else (0, shape[0], shape[1])

@@ -9,6 +9,7 @@ import pytest
 from ipc.control import GENERATION_MAX, ControlMemory
 from ipc.errors import BadTransition, ControlExhausted
 from ipc.leases import Holder
+from ipc.pool import Pool
 from ipc.shares import HELD_BY, HOLDER_TRANSITIONS, SHARE_TRANSITIONS, HolderState, ShareState
 from tests.ipc.things import Clock, Thing
 
@@ -265,3 +266,35 @@ def test_shares_older_than_a_time_come_oldest_first_whatever_their_slots(holder:
     assert holder.older_than(2.5) == [shares[1]]
     shares[1].quarantine()
     assert holder.older_than(9.0) == [shares[1], shares[2], reused] == holder.shares()
+
+
+def test_granting_many_at_once_is_granting_one_after_the_other() -> None:
+    holder, extents = Holder(ControlMemory.create(6), "reader", 1), [Thing() for _ in range(4)]
+    first = holder.grant(extents[0])
+    shares = holder.grant_all([*extents, extents[0], extents[1]], holder.now())
+    assert [share.extent for share in shares] == extents, "there are words for so many"
+    assert holder.num_active == holder.num_granted == 5
+    holder.check()
+    holder.control.acknowledge(first.slot, first.generation)
+    holder.control.acknowledge(shares[2].slot, shares[2].generation)
+    assert set(holder.sweep()) == {first, shares[2]}
+    assert (holder.num_active, holder.num_acknowledged) == (3, 2)
+    again = holder.grant_all(extents[:2], holder.now())
+    assert {share.slot for share in again} == {first.slot, shares[2].slot}
+    assert all(share.generation == 2 for share in again), "the words are used anew"
+    assert holder.sweep() == [], "what was acknowledged before acknowledges nothing of them"
+    holder.check()
+
+
+def test_of_many_none_is_granted_if_one_may_not_be_leased() -> None:
+    pool = Pool(1, 1 << 16, on_evict=lambda _: None)
+    good, bad = pool.reserve(256), pool.reserve(256)
+    assert good is not None
+    assert bad is not None
+    pool.publish(good, b"good", 1.0, None)
+    holder = Holder(ControlMemory.create(8), "reader", 1)
+    with pytest.raises(BadTransition):
+        holder.grant_all([good, bad], holder.now())
+    assert (holder.num_active, holder.num_granted, good.num_shares) == (0, 0, 0)
+    holder.check()
+    pool.check()

@@ -39,14 +39,20 @@ class Pool:
         )  # fmt: skip
 
     async def decode(
-        self, data: bytes, claimed: bytes | None = None, flow: Hashable = None, **arguments: Any
+        self,
+        data: bytes,
+        claimed: bytes | None = None,
+        flow: Hashable = None,
+        kind: str = IMAGE,
+        header: bytes = b"",
+        **arguments: Any,
     ) -> Pixels:
-        """The file's pixels, in the region. `claimed`: the file that it is said to be."""
+        """The item's pixels, in the region. `claimed`: the bytes that it is said to have."""
         fd, _ = sealed_copy("test-file", [data])
         memory = SharedDescriptor(fd)
         try:
-            key = KeyHasher(SEED).key(IMAGE, b"", data if claimed is None else claimed)
-            supplied = Supplied(memory, "", IMAGE, b"", 0, len(data))
+            key = KeyHasher(SEED).key(kind, header, data if claimed is None else claimed)
+            supplied = Supplied(memory, "", kind, header, 0, len(data))
             return await self.decoders.decode(Job(supplied, key, Flow(flow), **arguments))
         finally:
             memory.release()

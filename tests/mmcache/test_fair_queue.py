@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmcache.server.fair_queue import MAX_IDLE_FLOWS, FairQueue
+from mmcache.server.fair_queue import MAX_IDLE_FLOWS, MAX_STALE, FairQueue, Ticket
 
 
 def served(queue: FairQueue[str], number: int) -> list[str]:
@@ -227,3 +227,36 @@ def test_the_order_is_that_of_the_rule(steps: list[tuple[str, int, float]]) -> N
             model.leave(ticket.item, is_served=step == "take")
             queue.take(ticket) if step == "take" else queue.remove(ticket)
         assert [ticket.item for ticket in queue.ahead()] == model.ahead()
+
+
+def test_what_is_taken_together_is_charged_as_if_one_by_one() -> None:
+    draw = random.Random(3)
+
+    def filled() -> tuple[FairQueue[int], list[Ticket[int]]]:
+        queue: FairQueue[int] = FairQueue()
+        costs = random.Random(5)
+        return queue, [queue.put(n, n % 3, 1.0 + n % 2, costs.uniform(0, 4)) for n in range(40)]
+
+    for num_taken in (1, 17, 40):
+        (one, ones), (both, all_of_them) = filled(), filled()
+        places = draw.sample(range(40), num_taken)
+        for place in places:
+            one.take(ones[place])
+        both.take_all([all_of_them[place] for place in places])
+        assert len(one) == len(both) == 40 - num_taken
+        for queue in (one, both):
+            queue.put(100, "late", 1.0, 1.0)
+            queue.put(101, 0, 1.0, 1.0)
+        assert [ticket.item for ticket in one.ahead()] == [ticket.item for ticket in both.ahead()]
+
+
+@pytest.mark.parametrize("num_flows", [1, 2])
+def test_a_queue_that_never_runs_empty_keeps_nothing_of_what_is_over(num_flows: int) -> None:
+    queue: FairQueue[int] = FairQueue()
+    for number in range(20):
+        queue.put(number, number % num_flows, 1.0, 1.0)
+    for number in range(2000):
+        queue.put(number, number % num_flows, 1.0, 1.0)
+        queue.take_all(list(itertools.islice(queue.ahead(), 1)))
+    assert len(queue) == 20
+    assert len(queue._heap) <= 2 * MAX_STALE

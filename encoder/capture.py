@@ -1,5 +1,6 @@
 """Capturing what a device is told to do as a CUDA graph, beside threads that use the device meanwhile."""
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -32,14 +33,20 @@ def capture(run: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -
 def side_stream(device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
     """Return a stream for captures, of the current one's priority, which the graph's launches will have.
 
-    The workspace that products have for it is taken here: of a capture it would be a part, and go with the first.
+    The workspace that products have for it is taken here: of a capture it would be a part, and go with the first. It
+    stays for ever, some 32 MiB, so that there is one such stream for all.
     """
     current = torch.cuda.current_stream(device)
-    stream = torch.cuda.Stream(device, priority=current.priority)
+    stream = _made_once(device, current.priority)
     square = torch.zeros(64, 64, device=device, dtype=dtype)
-    with torch.cuda.stream(stream):
+    with _ONE_AT_A_TIME, torch.cuda.stream(stream):
         stream.wait_stream(current)
         torch.addmm(square[0], square, square)
         square @ square
-    stream.synchronize()
+        stream.synchronize()
     return stream
+
+
+@functools.cache
+def _made_once(device: torch.device, priority: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=priority)

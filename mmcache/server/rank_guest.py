@@ -69,7 +69,7 @@ class GuestRank(Rank):
 
     def _load_each(self) -> None:
         use_device(self._device)
-        use_stream(self._device, self._start.has_high_priority)
+        use_stream(self._device, self._start.has_high_priority, "load")
         with contextlib.suppress(ConnectionLost):
             while not self._is_ending:
                 if (load := self._loads.get()) is not None:

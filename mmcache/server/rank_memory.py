@@ -6,6 +6,7 @@ copies run beside the encoder, on a stream of their own.
 
 from __future__ import annotations
 
+import functools
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
@@ -138,10 +139,19 @@ def bound_memory(device: torch.device, nbytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
 
 
-def use_stream(device: torch.device, has_high_priority: bool) -> None:
-    """This thread's work goes to a stream of its own, which may come before those of other processes under MPS."""
+def use_stream(device: torch.device, has_high_priority: bool, purpose: str = "work") -> None:
+    """This thread's work goes to a stream of its own, which may come before those of other processes under MPS.
+
+    Streams are kept, one for each purpose, and used again by the next rank in this process: for each that there ever
+    was, products keep their workspace, some 32 MiB.
+    """
     if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1 if has_high_priority else 0))
+        torch.cuda.set_stream(_stream_for(device, -1 if has_high_priority else 0, purpose))
+
+
+@functools.cache
+def _stream_for(device: torch.device, priority: int, purpose: str) -> torch.cuda.Stream:  # noqa: ARG001
+    return torch.cuda.Stream(device, priority=priority)
 
 
 def check_device(device: torch.device) -> None:

@@ -174,7 +174,7 @@ class Rank:
     def _load_each(self) -> None:
         self._use_threads()
         use_device(self._device)
-        use_stream(self._device, self._start.has_high_priority)
+        use_stream(self._device, self._start.has_high_priority, "load")
         with contextlib.suppress(ConnectionLost):
             while True:
                 if (load := self._loads.get()) is None:

@@ -104,7 +104,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     """What this thread queues work on."""
     import torch
 
-    return torch.cuda.current_stream(device)
+    return torch.cuda.current_stream(device.index)  # a number is looked at faster
 
 
 def is_on_device(item: object) -> bool:

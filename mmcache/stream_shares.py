@@ -91,7 +91,8 @@ class StreamShares:
         read = self.reads.get(token) or self.reads.setdefault(token, Read(memory))
         if (key := _id(stream)) not in read.seen and not _is_captured(stream):
             read.seen[key] = stream
-        read.named.update((_id(each), each) for each in named)
+        if named:
+            read.named.update((_id(each), each) for each in named)
 
     def check(self, tokens: Iterable[int]) -> None:
         """Raise `CapturingError` if one of these shares cannot end now for that reason; see `acknowledge`."""

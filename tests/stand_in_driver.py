@@ -212,6 +212,10 @@ class Driver(types.ModuleType):
         stream: Stream = getattr(self.here, "stream", None) or Stream(1000 + ordinal, ordinal)
         return stream
 
+    def current_device(self) -> int:
+        """Of the calling thread: that of the stream that it is in."""
+        return self.current_stream().device_index
+
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.here.stream = getattr(self.here, "stream", None), stream
@@ -245,7 +249,7 @@ def installed() -> Iterator[Driver]:
             patch.delitem(sys.modules, f"ipc.{name}", raising=False)
         for module in (cuda, bindings, driver):
             patch.setitem(sys.modules, module.__name__, module)
-        for name in ("current_stream", "stream", "is_current_stream_capturing"):
+        for name in ("current_device", "current_stream", "stream", "is_current_stream_capturing"):
             patch.setattr(torch.cuda, name, getattr(driver, name))
         try:
             yield driver

@@ -55,10 +55,12 @@ class Extent:
         last_used: when it was last reserved, leased or touched, in seconds on the pool's clock.
         cost_seconds: how long it took to make.
         info: whatever the publisher attached.
+        group: what the publisher tells extents apart by.
     """
 
     __slots__ = (
         "cost_seconds",
+        "group",
         "info",
         "key",
         "last_used",
@@ -83,6 +85,7 @@ class Extent:
         self.last_used = now
         self.cost_seconds = 0.0
         self.info: object = None
+        self.group = b""
 
     def __repr__(self) -> str:
         place = f"{self.pool_id}:{self.offset}+{self.nbytes}"

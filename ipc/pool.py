@@ -99,12 +99,20 @@ class Pool:
         extent = self._extents[offset] = Extent(self, offset, nbytes, now)
         return extent
 
-    def publish(self, extent: Extent, key: bytes, cost_seconds: float, info: object) -> None:
-        """The bytes are complete: WRITING to CACHED. `cost_seconds` is what making them again would take."""
+    def publish(self, extent: Extent, key: bytes, cost_seconds: float, info: object, group: bytes = b"") -> None:
+        """The bytes are complete: WRITING to CACHED.
+
+        Args:
+            key: what they are found by.
+            cost_seconds: what making them again would take.
+            info: the user's.
+            group: what the user tells extents apart by.
+        """
         extent.move(ExtentState.CACHED)
         extent.key = key
         extent.cost_seconds = cost_seconds
         extent.info = info
+        extent.group = group
         self._unused(extent)
 
     def abandon(self, extent: Extent) -> None:

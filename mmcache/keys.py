@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 KEY_VERSION = 1
 DIGEST_BYTES = 16
 STORE_KEY_BYTES = 2 * DIGEST_BYTES
+NAMESPACE_ID_BYTES = 8
 
 _KEY_TAG = b"mmcache content key"
 _FINGERPRINT_TAG = b"mmcache fingerprint"
+_NAMESPACE_TAG = b"mmcache namespace"
 _LENGTH = struct.Struct("<Q")
 
 
@@ -159,6 +161,11 @@ def digest_parts(parts: Iterable[Buffer]) -> bytes:
         state.update(_LENGTH.pack(view.nbytes))
         state.update(view)
     return state.digest()
+
+
+def namespace_id(namespace: str) -> bytes:
+    """What a namespace is called in a store: 8 bytes. It selects entries; what separates them is their key."""
+    return xxhash.xxh3_64_digest(_NAMESPACE_TAG + namespace.encode())
 
 
 def checksum(payload: Buffer) -> int:

@@ -68,6 +68,7 @@ class WriteBehind:
     ) -> None:
         assert extent.key is not None, "it was published"
         self._home.store.put_behind(
-            key=store_key(facts.fingerprint, ContentKey(extent.key)), shape=(shape[0], facts.dim), dtype=facts.dtype,
-            grid_thw=(shape[1], shape[2], shape[3]), encode_seconds=extent.cost_seconds, payload=payload, done=done,
+            key=store_key(facts.fingerprint, ContentKey(extent.key)), namespace=extent.group,
+            shape=(shape[0], facts.dim), dtype=facts.dtype, grid_thw=(shape[1], shape[2], shape[3]),
+            encode_seconds=extent.cost_seconds, payload=payload, done=done,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from ipc.pool import Extent
 from mmcache._version import __version__
 from mmcache.errors import ItemError, ProtocolError, ProtocolMismatch
 from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
+from mmcache.keys import namespace_id
 from mmcache.protocol import PROTOCOL_VERSION, AnyHello, Hello, PoolAdded, PoolGone, Refused
 from mmcache.server.admission import Admission
 from mmcache.server.asks import answer
@@ -46,6 +47,7 @@ class Connection:
         self._pid, _ = peer_of(sock)
         self._pidfd = -1
         self.namespace = ""
+        self.namespace_id = b""
         self.calls = Calls(coordinator)
         self.admission = Admission()
         self.num_asked = 0
@@ -166,6 +168,7 @@ class Connection:
             self._refuse(ProtocolError("the descriptor of HELLO is not a pidfd of the connecting process"))
             return
         self.namespace = hello.namespace
+        self.namespace_id = namespace_id(hello.namespace)
         self.holder = Holder(ControlMemory.create(self.coordinator.settings.control_words), hello.name, self._pid)
         self._loop.add_reader(self._pidfd, self._on_death)
         self.send(pack_frame(Kind.WELCOME, self.coordinator.welcome(), fds=[self.holder.control.fd]))

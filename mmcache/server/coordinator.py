@@ -198,7 +198,7 @@ class Coordinator:
 
         As `cache`, it is False if that is another's.
         """
-        is_new = self.pools.cache(flight.key, rank, extent, seconds, shape)
+        is_new = self.pools.cache(flight, rank, extent, seconds, shape)
         extent = self.pools.index[flight.key]
         waiters, flight.waiters = flight.waiters, {}
         for request, position in waiters:

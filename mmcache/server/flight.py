@@ -58,6 +58,8 @@ class Flight:
     """The way of one key from miss to embedding, however many positions of however many requests wait for it.
 
     Attributes:
+        key: the content key.
+        namespace: `keys.namespace_id` of the namespace that the key belongs to.
         waiters: (request, position), in the order of their arrival. A flight without waiters is given up before
             its next stage.
         stage: what it waits for, for error messages.
@@ -68,10 +70,11 @@ class Flight:
             client will not send them.
     """
 
-    __slots__ = ("extent", "key", "on_change", "place", "stage", "supplied", "waiters")
+    __slots__ = ("extent", "key", "namespace", "on_change", "place", "stage", "supplied", "waiters")
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, namespace: bytes) -> None:
         self.key = key
+        self.namespace = namespace
         self.waiters: dict[Waiter, None] = {}
         self.stage = "looked up"
         self.place: Place[Flight] | None = None

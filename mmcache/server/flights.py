@@ -41,7 +41,7 @@ class Flights:
             if flight is not None:
                 self._home.stats.joined += 1
             elif len(flights) < most:
-                flight = flights[key] = Flight(key)
+                flight = flights[key] = Flight(key, request.connection.namespace_id)
                 new.append(flight)
             else:
                 refused.append(position)

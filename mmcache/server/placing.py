@@ -222,7 +222,7 @@ class Placing:
         ]
 
     def _recall(self, call: Call, found: Sequence[tuple[Request, Sequence[int]]]) -> None:
-        parked = Flight(b"")
+        parked = Flight(b"", b"")
         parked.stage = STAGE
         place = parked.place = self._queue.enter(parked, call.order, has_precedence=True)
         for request, positions in found:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from ipc.pool import Extent, ExtentState, Pool
 from mmcache.records import GRANT_EXTENT
+from mmcache.server.flight import Flight
 from mmcache.server.pool_memory import PoolMemory
 from mmcache.server.rank import Rank
 
@@ -53,17 +54,18 @@ class Pools:
         """The living rank whose pool an extent is in."""
         return self._ranks.get(extent.pool_id)
 
-    def cache(self, key: bytes, rank: Rank, extent: Extent, seconds: float, shape: tuple[int, ...]) -> bool:
+    def cache(self, flight: Flight, rank: Rank, extent: Extent, seconds: float, shape: tuple[int, ...]) -> bool:
         """Complete and guarded bytes go into the index. False, and they are dropped, if a client's put was faster.
 
         `shape`: tokens, then the grid.
         """
+        key = flight.key
         if key in self._index:
             rank.pool.abandon(extent)
             return False
         tokens, t, h, w = shape
         record = GRANT_EXTENT.pack(extent.pool_id, tokens, extent.offset, extent.nbytes, t, h, w)
-        rank.pool.publish(extent, key, seconds, record)
+        rank.pool.publish(extent, key, seconds, record, flight.namespace)
         self._index[key] = extent
         return True
 

@@ -83,7 +83,7 @@ class _PutCall:
         self._put = put
         self._memory = memory
         self._nbytes = put.num_tokens * self._home.facts.token_bytes
-        self._flight = Flight(put.key)
+        self._flight = Flight(put.key, connection.namespace_id)
         self._request = connection.calls.stand_in(connection, holder, put.ask_id, self._flight)
         self._timer = asyncio.get_running_loop().call_later(put.timeout_ms / 1000, self._expire)
         self._is_answered = False
@@ -165,7 +165,7 @@ class _PutCall:
             rank.pool.abandon(extent)
             raise
         seconds = put.cost_seconds or rank.cost.item_seconds(num_patches(put.grid))
-        if not self._home.pools.cache(put.key, rank, extent, seconds, (put.num_tokens, *put.grid)):
+        if not self._home.pools.cache(self._flight, rank, extent, seconds, (put.num_tokens, *put.grid)):
             return False
         self._home.stats.put += 1
         self._home.misses.behind.write(rank, extent, (put.num_tokens, *put.grid))

@@ -1,4 +1,4 @@
-"""The contract of a tier: five methods, all asynchronous; a miss is None and not an exception."""
+"""The contract of a tier: six methods, all asynchronous; a miss is None and not an exception."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from mmcache.keys import DIGEST_BYTES
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of one value of each dtype that can be stored."""
@@ -16,7 +19,8 @@ class Entry:
     """What a tier knows of one embedding.
 
     Attributes:
-        key: the store key, 32 bytes.
+        key: the store key, 32 bytes: fingerprint, then content key.
+        namespace: `keys.namespace_id` of the namespace that it belongs to, 8 bytes.
         shape: (tokens, dim).
         dtype: "float32" or "bfloat16".
         grid_thw: patches in time, height and width.
@@ -27,6 +31,7 @@ class Entry:
     """
 
     key: bytes
+    namespace: bytes
     shape: tuple[int, int]
     dtype: str
     grid_thw: tuple[int, int, int]
@@ -34,6 +39,37 @@ class Entry:
     checksum: int
     created_s: float
     encode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which entries are meant: those for which everything holds that is given; all, if nothing is.
+
+    Attributes:
+        namespace: they belong to it (`keys.namespace_id`).
+        fingerprint: they were made under it, 16 bytes.
+        other_than: they were made under any other fingerprint than this.
+    """
+
+    namespace: bytes | None = None
+    fingerprint: bytes | None = None
+    other_than: bytes | None = None
+
+    def has(self, entry: Entry) -> bool:
+        """Whether an entry is meant."""
+        made_under = entry.key[:DIGEST_BYTES]
+        return (
+            self.namespace in {None, entry.namespace}
+            and self.fingerprint in {None, made_under}
+            and self.other_than != made_under
+        )
+
+
+class Purged(NamedTuple):
+    """What a selection came to: entries, and the bytes of their payloads."""
+
+    num_entries: int
+    nbytes: int
 
 
 class TierError(Exception):

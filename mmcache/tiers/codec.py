@@ -6,17 +6,17 @@ import math
 import struct
 from dataclasses import dataclass
 
-from mmcache.keys import STORE_KEY_BYTES, checksum
+from mmcache.keys import NAMESPACE_ID_BYTES, STORE_KEY_BYTES, checksum
 from mmcache.tiers.base import ITEM_BYTES, Entry
 
 MAGIC = b"mmcache\0"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_PAYLOAD_BYTES = 1 << 36
 MAX_CHUNK_BYTES = 4 << 20
 MAX_GRID = 1 << 20
 
 _LEAD = struct.Struct("<8sHH")  # magic, version, length of the whole header
-_BODY = struct.Struct("<32sI IIIII QIQ dd")  # see docs/stored-format.md
+_BODY = struct.Struct("<32s8sI IIIII QIQ dd")  # see docs/stored-format.md
 _SEAL = struct.Struct("<Q")  # checksum of all before it
 HEADER_BYTES = _LEAD.size + _BODY.size + _SEAL.size
 
@@ -52,7 +52,7 @@ def pack_header(entry: Entry, chunk_bytes: int) -> bytes:
         raise ValueError(f"an entry cannot be stored: {fault}")
     lead = _LEAD.pack(MAGIC, FORMAT_VERSION, HEADER_BYTES)
     body = _BODY.pack(
-        entry.key, _DTYPE_CODES[entry.dtype], *entry.shape, *entry.grid_thw,
+        entry.key, entry.namespace, _DTYPE_CODES[entry.dtype], *entry.shape, *entry.grid_thw,
         entry.nbytes, chunk_bytes, entry.checksum, entry.created_s, entry.encode_seconds,
     )  # fmt: skip
     return lead + body + _SEAL.pack(checksum(lead + body))
@@ -79,14 +79,14 @@ def unpack_header(key: bytes, data: bytes | memoryview) -> Header:
 
 
 def _read_body(key: bytes, record: bytes) -> Header:
-    stored_key, dtype, tokens, dim, t, h, w, nbytes, chunk_bytes, digest, created_s, seconds = _BODY.unpack_from(
-        record, _LEAD.size
-    )
+    (
+        stored_key, namespace, dtype, tokens, dim, t, h, w, nbytes, chunk_bytes, digest, created_s, seconds,
+    ) = _BODY.unpack_from(record, _LEAD.size)  # fmt: skip
     if stored_key != key:
         raise DamagedEntryError("belongs to another key")
     if dtype not in _DTYPES:
         raise DamagedEntryError(f"unknown dtype {dtype}")
-    entry = Entry(stored_key, (tokens, dim), _DTYPES[dtype], (t, h, w), nbytes, digest, created_s, seconds)
+    entry = Entry(stored_key, namespace, (tokens, dim), _DTYPES[dtype], (t, h, w), nbytes, digest, created_s, seconds)
     if (fault := _fault(entry, chunk_bytes)) is not None:
         raise DamagedEntryError(fault)
     return Header(entry, chunk_bytes)
@@ -97,6 +97,7 @@ def _fault(entry: Entry, chunk_bytes: int) -> str | None:
     tokens, dim = entry.shape
     rules = {
         f"a key has {STORE_KEY_BYTES} bytes": len(entry.key) == STORE_KEY_BYTES,
+        f"a namespace has {NAMESPACE_ID_BYTES} bytes": len(entry.namespace) == NAMESPACE_ID_BYTES,
         "unknown dtype": entry.dtype in ITEM_BYTES,
         "empty or negative shape": min(tokens, dim) > 0,
         "size and shape disagree": entry.nbytes == tokens * dim * ITEM_BYTES.get(entry.dtype, 0),

@@ -26,6 +26,7 @@ _EVENTS = (
 @dataclass(slots=True, eq=False)
 class _Pending:
     key: bytes
+    namespace: bytes
     shape: tuple[int, int]
     dtype: str
     grid_thw: tuple[int, int, int]
@@ -37,7 +38,7 @@ class _Pending:
 
     def entry(self, digest: int) -> Entry:
         return Entry(
-            self.key, self.shape, self.dtype, self.grid_thw,
+            self.key, self.namespace, self.shape, self.dtype, self.grid_thw,
             self.payload.nbytes, digest, self.created_s, self.encode_seconds,
         )  # fmt: skip
 
@@ -115,6 +116,7 @@ class TieredStore:
         self,
         *,
         key: bytes,
+        namespace: bytes,
         shape: tuple[int, int],
         dtype: str,
         grid_thw: tuple[int, int, int],
@@ -139,7 +141,7 @@ class TieredStore:
         else:
             self._queued_bytes += nbytes
             now = self._clock()
-            self._queue.append(_Pending(key, shape, dtype, grid_thw, encode_seconds, now, payload, done))
+            self._queue.append(_Pending(key, namespace, shape, dtype, grid_thw, encode_seconds, now, payload, done))
             if self._worker is None or self._worker.done():
                 self._worker = asyncio.get_running_loop().create_task(self._work())
 

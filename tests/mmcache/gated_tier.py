@@ -73,7 +73,7 @@ class Done:
 def put_behind(store: TieredStore, number: int, done: Callable[[], None], tokens: int = 300) -> tuple[Entry, bytes]:
     entry, payload = make_entry(number, tokens)
     store.put_behind(
-        key=entry.key, shape=entry.shape, dtype=entry.dtype, grid_thw=entry.grid_thw,
+        key=entry.key, namespace=entry.namespace, shape=entry.shape, dtype=entry.dtype, grid_thw=entry.grid_thw,
         encode_seconds=entry.encode_seconds, payload=payload, done=done,
     )  # fmt: skip
     return entry, bytes(payload)

@@ -14,13 +14,14 @@ from mmcache.tiers.base import ITEM_BYTES, Entry
 from mmcache.tiers.codec import HEADER_BYTES, DamagedEntryError, Header, pack_header, unpack_header
 
 KEY = bytes(range(32))
-ENTRY = Entry(KEY, (3, 8), "float32", (1, 2, 6), 96, 0xFEDCBA9876543210, 1_700_000_000.25, 0.5)
+ENTRY = Entry(KEY, b"tenant-1", (3, 8), "float32", (1, 2, 6), 96, 0xFEDCBA9876543210, 1_700_000_000.25, 0.5)
 RECORD = pack_header(ENTRY, 4096)
 
 # A later release must still read this, or refuse it cleanly: raise FORMAT_VERSION when it changes.
 GOLDEN = (
-    "6d6d63616368650001007000"
+    "6d6d63616368650002007800"
     "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+    "74656e616e742d31"
     "01000000" "0300000008000000" "010000000200000006000000"
     "6000000000000000" "00100000" "1032547698badcfe"
     "00001040fc54d941" "000000000000e03f"
@@ -32,7 +33,7 @@ def _resealed(record: bytes) -> bytes:
 
 
 def test_golden_record() -> None:
-    assert HEADER_BYTES == len(RECORD) == 112
+    assert HEADER_BYTES == len(RECORD) == 120
     assert RECORD[:-8].hex() == GOLDEN
     assert unpack_header(KEY, memoryview(RECORD)) == Header(ENTRY, 4096)
 
@@ -46,7 +47,15 @@ def _entries(draw: st.DrawFn) -> Entry:
     nbytes = shape[0] * shape[1] * ITEM_BYTES[dtype]
     digest = draw(st.integers(0, (1 << 64) - 1))
     return Entry(
-        draw(st.binary(min_size=32, max_size=32)), shape, dtype, grid, nbytes, digest, draw(seconds), draw(seconds)
+        draw(st.binary(min_size=32, max_size=32)),
+        draw(st.binary(min_size=8, max_size=8)),
+        shape,
+        dtype,
+        grid,
+        nbytes,
+        digest,
+        draw(seconds),
+        draw(seconds),
     )
 
 
@@ -83,23 +92,23 @@ def test_truncated_and_prolonged_records_are_refused() -> None:
 def test_a_record_of_another_key_or_version_is_refused() -> None:
     with pytest.raises(DamagedEntryError, match="another key"):
         unpack_header(KEY[::-1], RECORD)
-    with pytest.raises(DamagedEntryError, match="format version 2, this release reads 1"):
-        unpack_header(KEY, _resealed(RECORD[:8] + b"\2\0" + RECORD[10:]))
+    with pytest.raises(DamagedEntryError, match="format version 3, this release reads 2"):
+        unpack_header(KEY, _resealed(RECORD[:8] + b"\3\0" + RECORD[10:]))
 
 
 @pytest.mark.parametrize(
     ("offset", "field", "message"),
     [
-        (44, b"\3\0\0\0", "unknown dtype 3"),
-        (48, b"\0\0\0\0", "empty"),
-        (48, b"\4\0\0\0", "size and shape disagree"),
-        (64, b"\0\0\0\0", "grid out of range"),
-        (64, b"\xff\xff\xff\xff", "grid out of range"),
-        (76, b"\0\0\0\0", "chunk size"),
-        (76, b"\xff\xff\xff\xff", "chunk size"),
-        (88, struct.pack("<d", float("nan")), "time out of range"),
-        (88, struct.pack("<d", -1.0), "time out of range"),
-        (96, struct.pack("<d", float("inf")), "time out of range"),
+        (52, b"\3\0\0\0", "unknown dtype 3"),
+        (56, b"\0\0\0\0", "empty"),
+        (56, b"\4\0\0\0", "size and shape disagree"),
+        (72, b"\0\0\0\0", "grid out of range"),
+        (72, b"\xff\xff\xff\xff", "grid out of range"),
+        (84, b"\0\0\0\0", "chunk size"),
+        (84, b"\xff\xff\xff\xff", "chunk size"),
+        (96, struct.pack("<d", float("nan")), "time out of range"),
+        (96, struct.pack("<d", -1.0), "time out of range"),
+        (104, struct.pack("<d", float("inf")), "time out of range"),
     ],
 )
 def test_well_sealed_nonsense_is_refused(offset: int, field: bytes, message: str) -> None:
@@ -111,7 +120,7 @@ def test_well_sealed_nonsense_is_refused(offset: int, field: bytes, message: str
 def test_a_huge_payload_is_refused() -> None:
     side = 1 << 18
     huge = _resealed(
-        RECORD[:48] + struct.pack("<II", side, side) + RECORD[56:68] + struct.pack("<Q", side * side * 4) + RECORD[76:]
+        RECORD[:56] + struct.pack("<II", side, side) + RECORD[64:76] + struct.pack("<Q", side * side * 4) + RECORD[84:]
     )
     with pytest.raises(DamagedEntryError, match="payload too large"):
         unpack_header(KEY, huge)

@@ -95,7 +95,7 @@ class Waiting:
 
 
 def test_a_flight_is_theirs_who_wait_most_urgently() -> None:
-    flight = Flight(b"key")
+    flight = Flight(b"key", b"")
     seen: list[Flow | None] = []
     flight.on_change = lambda: seen.append(flow_of(flight) if flight.waiters else None)
     waiting: Any = Waiting

@@ -39,7 +39,8 @@ async def close_late(path):
     for number in range(3):
         entry, payload = make_entry(number)
         store.put_behind(
-            key=entry.key, shape=entry.shape, dtype=entry.dtype, grid_thw=entry.grid_thw, encode_seconds=0.1,
+            key=entry.key, namespace=entry.namespace, shape=entry.shape,
+            dtype=entry.dtype, grid_thw=entry.grid_thw, encode_seconds=0.1,
             payload=payload, done=lambda number=number: done.append(number),
         )
     assert await store.find([entry.key]) == [None]  # reads need no lock

@@ -32,7 +32,7 @@ def test_whoever_else_waits_is_asked_and_nobody_else(monkeypatch: pytest.MonkeyP
         waiting: Any = Waiting
         asked = patience.Patience()
         supplied = [asyncio.get_running_loop().create_future() for _ in range(3)]
-        flights = [Flight(b"shared"), Flight(b"alone"), Flight(b"answered")]
+        flights = [Flight(key, b"") for key in (b"shared", b"alone", b"answered")]
         slow, quick = waiting("slow"), waiting("quick")
         for position, (flight, future) in enumerate(zip(flights, supplied, strict=True)):
             flight.join(slow, position)

@@ -23,6 +23,7 @@ def make_entry(number: int, tokens: int = 300, seed: int = 0) -> tuple[Entry, me
     payload = random.Random(f"{number} {tokens} {seed}").randbytes(tokens * DIM * 4)
     entry = Entry(
         key=number.to_bytes(32, "big"),
+        namespace=bytes(8),
         shape=(tokens, DIM),
         dtype="float32",
         grid_thw=(1, 2, 2 * tokens),

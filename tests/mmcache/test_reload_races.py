@@ -85,7 +85,7 @@ def test_a_model_of_another_width_changes_under_a_long_queue(tmp_path: Path) -> 
     """Every batch is one item. What was encoded before, and is leased beside what is written now, stays as it was."""
     a = write_checkpoint(tmp_path / "a", 1)
     b = write_checkpoint(tmp_path / "b", 2, dataclasses.replace(CONFIG, text_width=96))
-    pictures = [image(seed, 28 * 9, 28 * 10) for seed in range(60)]
+    pictures = [image(seed, 28 * 18, 28 * 20) for seed in range(60)]
     with SidecarProcess(tmp_path, model=str(a), max_batch_patches="4") as sidecar, sidecar.connect() as client:
         first = client.fingerprint
         held = client.encode(pictures[:2])

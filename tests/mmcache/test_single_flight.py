@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import mmcache
-from mmcache.framing import Kind
+from mmcache.framing import Kind, close_all
 from mmcache.keys import KeyHasher
 from mmcache.parts import cut
 from tests.mmcache.support import SidecarProcess, encode_frame, eventually, image
@@ -62,7 +62,9 @@ def test_a_dead_supplier_is_replaced(sidecar: SidecarProcess) -> None:
     silent = sidecar.connect()
     key = silent.key(picture)
     silent._pump.channel.send(encode_frame(key))
-    assert silent._pump.channel.receive(None).kind == Kind.POOL_ADDED
+    added = silent._pump.channel.receive(None)
+    close_all(added.fds)
+    assert added.kind == Kind.POOL_ADDED
     assert b'"need":[0]' in silent._pump.channel.receive(None).header
     with sidecar.connect() as patient:
         results: list[Any] = []

@@ -91,15 +91,17 @@ def test_the_same_bits_in_any_company_on_any_threads(
                     assert torch.equal(out, truth[index]), (SIZES[index], at_load, at_encode)
 
 
-def test_it_is_needed(set_threads: Callable[[int], None]) -> None:
-    """What `deterministic` excludes does happen: at this width a pack changes bits of its items."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_it_excludes_is_small_where_it_happens(dtype: torch.dtype, set_threads: Callable[[int], None]) -> None:
+    """Packs change bits of their items on some processors and at some widths; on the others there is nothing to see."""
     set_threads(1)
-    encoder = Encoder(build(NARROW), ProcessorConfig())
+    encoder = Encoder(build(NARROW, dtype), ProcessorConfig())
     alone = [encode(encoder, [index])[0] for index in range(len(IMAGES))]
     packed = encode(encoder, range(len(IMAGES)))
     changes = [difference(out, truth) for out, truth in zip(packed, alone, strict=True)]
-    assert not all(change.is_same_bits for change in changes)
-    assert max(change.relative_error for change in changes) <= 1e-5
+    assert max(change.relative_error for change in changes) <= (1e-5 if dtype == torch.float32 else 2e-2)
+    if all(change.is_same_bits for change in changes):
+        pytest.skip("this processor computes packs of these pictures to the same bits as each alone")
 
 
 def test_deterministic_is_near_to_not(set_threads: Callable[[int], None]) -> None:

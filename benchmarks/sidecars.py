@@ -23,7 +23,7 @@ def running_sidecar(*, encode_ms: float = 0.0, **settings: str) -> Iterator[Path
         path = Path(name) / "mmcache.sock"
         chosen = {
             "state": f"{name}/state", "socket": str(path), "store": "none", "ranks": "1", "pool_bytes": "256MiB",
-            "device": "cpu",
+            "device": "cpu", "http": "off",
         } | settings  # fmt: skip
         flags = [f"--{setting.replace('_', '-')}={value}" for setting, value in chosen.items()]
         module = "benchmarks.sleeping_sidecar" if encode_ms else "mmcache"

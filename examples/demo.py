@@ -35,7 +35,7 @@ class Sidecar:
 
     def __enter__(self) -> Sidecar:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("MMCACHE_")}
-        environ["MMCACHE_LOG_LEVEL"] = "warning"
+        environ |= {"MMCACHE_LOG_LEVEL": "warning", "MMCACHE_HTTP": "off"}
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, env=environ)
         assert self._process.stdout is not None
         ready = self._process.stdout.readline()

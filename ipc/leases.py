@@ -41,9 +41,13 @@ class Holder:
     """
 
     def __init__(
-        self, control: ControlMemory, name: str, pid: int, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """The holder reads `control` until its last share ended; closing it stays the caller's task."""
+        self, control: ControlMemory, name: str, pid: int, *, clock: Callable[[], float] = time.monotonic,
+        on_ended: Callable[[Sequence[Share]], None] | None = None,
+    ) -> None:  # fmt: skip
+        """The holder reads `control` until its last share ended; closing it stays the caller's task.
+
+        `on_ended` is told of shares that have ended, some at a time.
+        """
         self.control = control
         self.name = name
         self.pid = pid
@@ -55,6 +59,7 @@ class Holder:
         self.num_strays = 0
         self.offers = Offers()
         self._clock = clock
+        self._on_ended = on_ended
         # By slot, in the order of grants: a slot is deleted when its share ends.
         self._shares: dict[int, Share] = {}
         # By slot, as long as the highest slot ever granted. Slot 0 is never granted.
@@ -151,6 +156,8 @@ class Holder:
             ended.append(share)
         self.num_active -= len(ended)
         self.num_acknowledged += len(ended)
+        if ended and self._on_ended is not None:
+            self._on_ended(ended)
         return ended
 
     def acknowledge(self, slot: int, generation: int) -> bool:
@@ -256,6 +263,8 @@ class Holder:
         else:
             self.num_died += 1
         share.extent.share_ended()
+        if self._on_ended is not None:
+            self._on_ended((share,))
 
     def _take_back(self, shares: Sequence[Share]) -> None:
         """Shares that were begun and not counted were never granted."""

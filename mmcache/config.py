@@ -244,6 +244,12 @@ class Settings(BaseModel):
         ge=0,
         le=64 << 40,
     )
+    http: Annotated[str, AfterValidator(rules.check_http)] = _setting(
+        "where metrics and health are served over HTTP, to whoever can connect: HOST:PORT (port 0: any that is free) "
+        "or off",
+        "HOST:PORT or off",
+        "127.0.0.1:9464",
+    )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(rules.lower)] = _setting(
         "least severe messages shown: debug, info, warning or error", "debug, info, warning or error", "info"
     )
@@ -252,6 +258,11 @@ class Settings(BaseModel):
     def store_path(self) -> Path | None:
         """The store's file, or None without a store."""
         return None if self.store == "none" else Path(unquote(urlsplit(self.store).path))
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """Host and port of `http`, or None if it is off."""
+        return None if self.http == "off" else rules.host_and_port(self.http)
 
     @property
     def decoding(self) -> str:

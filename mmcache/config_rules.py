@@ -101,6 +101,24 @@ def check_store(value: str) -> str:
     return value
 
 
+def check_http(value: str) -> str:
+    if value.lower() == "off":
+        return "off"
+    host_and_port(value)
+    return value
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of HOST:PORT, or of [HOST]:PORT, as IPv6 needs it. Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    is_bracketed = host[:1] == "[" and host[-1:] == "]"
+    host = host[1:-1] if is_bracketed else host
+    is_host = host and not set(host) & set("/[] @") and (is_bracketed or ":" not in host)
+    if not colon or not is_host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise ValueError("must be HOST:PORT, such as 127.0.0.1:9464 or [::1]:9464, or off")
+    return host, int(port)
+
+
 def check_model(value: str) -> str:
     from encoder.errors import CheckpointError
     from encoder.source import resolve_model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from mmcache.histograms import SLOW_S, Histogram
 from mmcache.server.flows import CLASSES
 from mmcache.server.microbatch import Microbatch
 
@@ -13,7 +14,12 @@ NUM_SAMPLES = 1024
 
 
 class BatchCounters:
-    """Counts since the start; fill and waits over the last samples."""
+    """Counts since the start; fill and waits over the last samples.
+
+    Attributes:
+        queue_seconds: by class, how long each item waited for its microbatch to begin.
+        encode_seconds: of each microbatch.
+    """
 
     def __init__(self) -> None:
         self._num_batches = self._num_items = self._num_patches = 0
@@ -22,6 +28,8 @@ class BatchCounters:
         self._waits_s: list[deque[float]] = [deque(maxlen=NUM_SAMPLES) for _ in CLASSES]
         self._num_waited = [0] * len(CLASSES)
         self.num_retried = 0
+        self.queue_seconds = {name: Histogram(SLOW_S) for name in CLASSES}
+        self.encode_seconds = Histogram(SLOW_S)
 
     def began(self, batch: Microbatch, max_patches: int, now: float) -> None:
         """A microbatch began. Of items that never stood in the queue no wait is counted."""
@@ -33,10 +41,12 @@ class BatchCounters:
             if job.queued_at_s is not None:
                 self._num_waited[job.priority] += 1
                 self._waits_s[job.priority].append(now - job.queued_at_s)
+                self.queue_seconds[CLASSES[job.priority]].observe(now - job.queued_at_s)
 
     def done(self, _: Sequence[int], seconds: float) -> None:
         """A microbatch was encoded."""
         self._busy_s += seconds
+        self.encode_seconds.observe(seconds)
 
     def counters(self) -> dict[str, object]:
         """For the statistics. `fill`: part of the budget of patches; `retried`: tries of items after a failed one."""

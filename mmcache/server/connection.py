@@ -169,7 +169,10 @@ class Connection:
             return
         self.namespace = hello.namespace
         self.namespace_id = namespace_id(hello.namespace)
-        self.holder = Holder(ControlMemory.create(self.coordinator.settings.control_words), hello.name, self._pid)
+        self.holder = Holder(
+            ControlMemory.create(self.coordinator.settings.control_words), hello.name, self._pid,
+            on_ended=self.coordinator.stats.leases_ended,
+        )  # fmt: skip
         self._loop.add_reader(self._pidfd, self._on_death)
         self.send(pack_frame(Kind.WELCOME, self.coordinator.welcome(), fds=[self.holder.control.fd]))
         for memory in self.coordinator.pools.memories.values():

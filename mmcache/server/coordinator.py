@@ -7,7 +7,8 @@ import contextlib
 import logging
 import random
 import socket
-from typing import Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 from ipc.errors import ControlExhausted
 from ipc.pool import Extent
@@ -42,6 +43,9 @@ from mmcache.server.staging import StagingDesk
 from mmcache.server.stats import Stats, snapshot
 from mmcache.server.verify import Verifier
 from mmcache.tiers.tiered import TieredStore
+
+if TYPE_CHECKING:
+    from mmcache.server.front import Front
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +94,7 @@ class Coordinator:
         self.reloads = Reloads(self)
         self.background = Background(self.stats)
         self.lag = LoopLag()
+        self.front: Front | None = None
         self.lease_limit = LeaseLimit(settings.lease_limit_s, settings.lease_limit_action)
         self._a_close = asyncio.Event()
 
@@ -148,7 +153,9 @@ class Coordinator:
         """Look up, deduplicate, and reply with what is there; what is not is looked for, encoded, placed and sent."""
         self.stats.requests += 1
         self.stats.items += len(request.keys)
+        request.began_s = began_s = monotonic()
         misses = self._look_up(request)
+        self.stats.lookup_seconds.observe(monotonic() - began_s)
         if request.staged:
             misses = claim_slices(request, misses)
         if misses:

@@ -6,18 +6,25 @@ import asyncio
 import time
 from collections import deque
 
+from mmcache.histograms import FAST_S, Histogram
+
 PERIOD_S = 0.02
 NUM_SAMPLES = 3000
 """The last minute's."""
 
 
 class LoopLag:
-    """Asks the loop for a turn again and again, and notes how much later than asked it comes."""
+    """Asks the loop for a turn again and again, and notes how much later than asked it comes.
+
+    Attributes:
+        seconds: of every turn since the start.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._late_s: deque[float] = deque(maxlen=NUM_SAMPLES)
         self._due_s = 0.0
+        self.seconds = Histogram(FAST_S)
 
     def start(self) -> None:
         """From now on, as long as the loop runs."""
@@ -25,7 +32,9 @@ class LoopLag:
         self._loop.call_later(PERIOD_S, self._turn)
 
     def _turn(self) -> None:
-        self._late_s.append(max(0.0, time.monotonic() - self._due_s))
+        late_s = max(0.0, time.monotonic() - self._due_s)
+        self._late_s.append(late_s)
+        self.seconds.observe(late_s)
         self.start()
 
     def counters(self) -> dict[str, float]:

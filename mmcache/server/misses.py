@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -187,7 +188,10 @@ class MissPath:
         decoders = self._home.decoders
         job = Job(supplied, flight.key, flow_of(flight), on_size=partial(self._sized, announcement))
         with flight.interrupted(lambda: decoders.move(job, flow_of(flight))):
-            return await decoders.decode(job)
+            began_s = time.monotonic()
+            pixels = await decoders.decode(job)
+            self._home.stats.decode_seconds.observe(time.monotonic() - began_s)
+            return pixels
 
     def _sized(self, announcement: Announcement, height: int, width: int, num_frames: int) -> None:
         _, num_patches, _ = decoded_sizes(height, width, num_frames, self._home.facts)

@@ -12,6 +12,7 @@ from mmcache.errors import ItemError, Overloaded
 from mmcache.framing import Kind, pack_frame
 from mmcache.protocol import MAX_RETRY_S, Recall, Unsettled
 from mmcache.records import GRANT_HEAD, KEY_BYTES, RESULTS_HEAD, SUPPLY_WINDOW, EncodeFrame
+from mmcache.server.settled import settled
 
 if TYPE_CHECKING:
     from ipc.leases import Holder
@@ -37,6 +38,8 @@ class Request:
         staged: tokens of deferred slices, by position.
         slices: what is staged for positions that are not settled.
         tokens: of the offers that went with grants, by position.
+        began_s: when it arrived, on the monotonic clock; 0 for what is not timed, or was.
+        num_failed, is_cancelled: how many positions failed, and whether any was given up.
     """
 
     __slots__ = (
@@ -53,12 +56,15 @@ class Request:
         "_verify",
         "_window",
         "asked",
+        "began_s",
         "call",
         "connection",
         "consumers",
         "deadline",
         "holder",
+        "is_cancelled",
         "keys",
+        "num_failed",
         "open",
         "priority",
         "recalled",
@@ -85,6 +91,9 @@ class Request:
         self.recalled: list[Share] = []
         self.tokens: dict[int, int] = {}
         self.slices: dict[int, StagedSlice] = {}
+        self.began_s = 0.0
+        self.num_failed = 0
+        self.is_cancelled = False
         self._offered: list[int] = []
         self._is_finished = False
         self.deadline = asyncio.get_running_loop().time() + encode.timeout_ms / 1000
@@ -105,6 +114,11 @@ class Request:
         if self._window is None:
             self._window = nullcontext() if len(self.keys) <= SUPPLY_WINDOW else asyncio.Semaphore(SUPPLY_WINDOW)
         return self._window
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether anything of it was not there when it came."""
+        return self._timer is not None
 
     def send_hits(self, records: list[Any]) -> None:
         """Positions were granted at once, as the request came; `shares` has them already. See `send_grant`."""
@@ -131,6 +145,7 @@ class Request:
 
     def fail(self, position: int, error: ItemError) -> None:
         """A position has its error."""
+        self.num_failed += 1
         self._failed.append(position)
         self._errors.append(type(error).__name__)
         self._reasons.append(error.reason[:2000])
@@ -197,6 +212,7 @@ class Request:
         for position in positions or list(self.open):
             flight = self.open.pop(position, None)
             if flight is not None:
+                self.is_cancelled = True
                 flight.leave(self, position)
             if (staged := self.slices.pop(position, None)) is not None:
                 staged.ended(None)
@@ -230,4 +246,6 @@ class Request:
         self._is_finished = True
         if self._timer is not None:
             self._timer.cancel()
+        if self.began_s:
+            settled(self)
         self.connection.finished(self)

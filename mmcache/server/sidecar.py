@@ -13,6 +13,7 @@ import uvloop
 
 from mmcache.config import Settings
 from mmcache.server.coordinator import Coordinator
+from mmcache.server.front import Front, serving
 from mmcache.server.ingest import Ingest
 from mmcache.server.listener import Listener
 from mmcache.server.state import load_or_create_seed, prepare_state
@@ -41,14 +42,14 @@ async def _serve(settings: Settings, announce: Callable[[Coordinator], None]) ->
     state = prepare_state(settings.state)
     listener = Listener(settings.socket)
     try:
-        async with _Signals() as signals:
+        async with _Signals() as signals, serving(settings) as front:
             seed = load_or_create_seed(state)
             opening = asyncio.ensure_future(open_store(settings))
             if not await signals.before(opening):
                 return
             coordinator = Coordinator(settings, seed, Ingest(settings.ingest_bytes), opening.result())
             try:
-                await _serve_until(signals, coordinator, listener, announce)
+                await _serve_until(signals, coordinator, listener, front, announce)
             finally:
                 await coordinator.stop()
     finally:
@@ -56,8 +57,9 @@ async def _serve(settings: Settings, announce: Callable[[Coordinator], None]) ->
 
 
 async def _serve_until(
-    signals: _Signals, coordinator: Coordinator, listener: Listener, announce: Callable[[Coordinator], None]
-) -> None:
+    signals: _Signals, coordinator: Coordinator, listener: Listener, front: Front,
+    announce: Callable[[Coordinator], None],
+) -> None:  # fmt: skip
     if not await signals.before(coordinator.start()):
         return
     listener.listen()
@@ -65,8 +67,10 @@ async def _serve_until(
     gc.collect()
     gc.freeze()  # what was imported and built so far stays: collections need not walk it
     gc.set_threshold(*COLLECT_RARELY)
+    coordinator.front, front.home = front, coordinator
     announce(coordinator)
     await signals.stop.wait()
+    front.is_stopping = True
     log.info("stopping: finishing what is in flight; once more to stop at once")
     asyncio.get_running_loop().remove_reader(listener.fileno())
     listener.stop()

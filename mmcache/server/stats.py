@@ -8,16 +8,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ipc.leases import Holder
-from ipc.shares import HolderState
+from ipc.shares import HolderState, Share
 from mmcache._version import __version__
+from mmcache.histograms import FAST_S, LONG_S, SLOW_S, Histogram
 from mmcache.server.costs import error_counters
 from mmcache.server.keepings import Keeping, extents_held, keepings
 
 if TYPE_CHECKING:
     from mmcache.server.coordinator import Coordinator
+
+OUTCOMES = ("hit", "miss", "failed", "cancelled")
+"""Of a request: all of it was in the pools; something was looked for or encoded; an item failed; it was given up."""
+_GRANTED_AT = attrgetter("granted_at")
 
 
 @dataclass(slots=True)
@@ -30,6 +37,9 @@ class Stats:
     `room_waits`: times an allocation found no room and looked again a millisecond later. `recalls`: grants that were
     taken back from a call that waited for room, because an earlier call did too. `gave_way`: decoded items that waited
     for room and left their ingest memory to an earlier call's; they are decoded twice.
+    `request_seconds`: by outcome, from a request's arrival until all of it was settled for the first time.
+    `lookup_seconds`: of the look-up of a request's keys in the pools. `lease_seconds`: how long leases were held.
+    `decode_seconds`: from the bytes to the pixels of an item, waiting for a decoder included.
     """
 
     requests: int = 0
@@ -46,6 +56,18 @@ class Stats:
     fetched: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     started_s: float = field(default_factory=time.monotonic)
+    request_seconds: dict[str, Histogram] = field(
+        default_factory=lambda: {name: Histogram(FAST_S) for name in OUTCOMES}
+    )
+    lookup_seconds: Histogram = field(default_factory=lambda: Histogram(FAST_S))
+    lease_seconds: Histogram = field(default_factory=lambda: Histogram(LONG_S))
+    decode_seconds: Histogram = field(default_factory=lambda: Histogram(SLOW_S))
+
+    def leases_ended(self, shares: Sequence[Share]) -> None:
+        """Leases ended; those that were granted together are mostly next to each other."""
+        now = time.monotonic()
+        for granted_at, together in groupby(shares, _GRANTED_AT):
+            self.lease_seconds.observe(now - granted_at, sum(1 for _ in together))
 
 
 def snapshot(coordinator: Coordinator) -> dict[str, object]:
@@ -63,6 +85,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
         "model": facts.model,
         "fingerprint": str(facts.fingerprint),
         "reloads": coordinator.reloads.num_done,
+        "http": coordinator.front.address if coordinator.front is not None else "",
         "device": settings.device,
         "dtype": facts.dtype,
         "dim": facts.dim,

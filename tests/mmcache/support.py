@@ -22,8 +22,9 @@ SMALL = {"pool_bytes": "32MiB", "ingest_bytes": "32MiB", "ranks": "1", "store": 
 
 
 def clean_environ(**more: str) -> dict[str, str]:
-    """The environment without anything that would set a setting."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("MMCACHE_")} | more
+    """The environment without anything that would set a setting, but for the one port that all sidecars would want."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MMCACHE_")}
+    return kept | {"MMCACHE_HTTP": "off"} | more
 
 
 def flags_of(settings: dict[str, str]) -> list[str]:

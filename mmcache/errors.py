@@ -1,4 +1,4 @@
-"""Every exception that mmcache raises, on purpose, to its user.
+"""Every exception that mmcache raises, on purpose, to its user. Each has an id, and a section of docs/errors.md.
 
 MMCacheError
 ├── ConfigError              a setting is wrong (names the setting, its source and the rule)
@@ -40,7 +40,7 @@ MMCacheError
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from encoder.errors import CheckpointError as EncoderCheckpointError
 
@@ -49,54 +49,69 @@ if TYPE_CHECKING:
 
 
 class MMCacheError(Exception):
-    """Base of everything mmcache raises on purpose."""
+    """Base of everything mmcache raises on purpose.
+
+    Attributes:
+        code: its id, at the end of its message too. docs/errors.md has what it means and what to do.
+    """
+
+    code: ClassVar[str] = "MMC100"
+
+    def __init_subclass__(cls, *, code: str = "", **options: Any) -> None:
+        """`code`: its id; without one it has that of what it is derived from."""
+        super().__init_subclass__(**options)
+        cls.code = code or cls.code
+
+    def __str__(self) -> str:
+        text, shown = super().__str__(), f"[{self.code}]"
+        return text if text.endswith(shown) else f"{text} {shown}".lstrip()  # it came from the other end with its id
 
 
-class ConfigError(MMCacheError):
+class ConfigError(MMCacheError, code="MMC101"):
     """A setting is wrong. The message names the setting, where it came from, and the rule."""
 
 
-class CheckpointError(MMCacheError, EncoderCheckpointError):
+class CheckpointError(MMCacheError, EncoderCheckpointError, code="MMC102"):
     """A model cannot be loaded."""
 
 
-class SidecarError(MMCacheError):
+class SidecarError(MMCacheError, code="MMC200"):
     """The sidecar as a whole cannot serve."""
 
 
-class SidecarUnavailable(SidecarError):
+class SidecarUnavailable(SidecarError, code="MMC201"):
     """Nobody listens on the socket, or the sidecar refused the connection."""
 
 
-class SidecarRunning(SidecarError):
+class SidecarRunning(SidecarError, code="MMC202"):
     """Another live sidecar holds the socket."""
 
 
-class ProtocolError(SidecarError):
+class ProtocolError(SidecarError, code="MMC203"):
     """A frame broke the protocol."""
 
 
-class ProtocolMismatch(ProtocolError):
+class ProtocolMismatch(ProtocolError, code="MMC204"):
     """The two ends speak different protocol versions."""
 
 
-class ConnectionLost(SidecarError, ConnectionError):
+class ConnectionLost(SidecarError, ConnectionError, code="MMC205"):
     """The sidecar went away. Leases already held stay readable."""
 
 
-class RequestTimeout(MMCacheError, TimeoutError):
+class RequestTimeout(MMCacheError, TimeoutError, code="MMC301"):
     """A call outlived its timeout. Whatever arrives for it later is released at once."""
 
 
-class RequestCancelled(MMCacheError):
+class RequestCancelled(MMCacheError, code="MMC302"):
     """The call was cancelled by its handle."""
 
 
-class ClientClosed(MMCacheError):
+class ClientClosed(MMCacheError, code="MMC303"):
     """The client was closed, or is used where it must not be: in a forked child, or inside one of its own calls."""
 
 
-class LeaseReleased(MMCacheError):
+class LeaseReleased(MMCacheError, code="MMC304"):
     """A lease was used after its release."""
 
 
@@ -104,7 +119,7 @@ def _shortened(source: str) -> str:
     return source if len(source) <= 200 else f"{source[:120]}...{source[-60:]}"
 
 
-class ItemError(MMCacheError):
+class ItemError(MMCacheError, code="MMC400"):
     """One item of a request failed; the others are not touched by it.
 
     Attributes:
@@ -122,43 +137,43 @@ class ItemError(MMCacheError):
         self.source = source
 
 
-class UnreadableItem(ItemError):
+class UnreadableItem(ItemError, code="MMC401"):
     """The path is missing, a folder, or may not be read."""
 
 
-class UnsupportedItem(ItemError):
+class UnsupportedItem(ItemError, code="MMC402"):
     """Not a kind of item, or an array of the wrong dtype or shape."""
 
 
-class UndecodableImage(ItemError):
+class UndecodableImage(ItemError, code="MMC403"):
     """Not a picture, truncated or damaged."""
 
 
-class UnsupportedMode(ItemError):
+class UnsupportedMode(ItemError, code="MMC404"):
     """A picture whose mode has no defined conversion to RGB."""
 
 
-class ImageTooLarge(ItemError):
+class ImageTooLarge(ItemError, code="MMC405"):
     """Beyond the limit of bytes or pixels."""
 
 
-class ContentMismatch(ItemError):
+class ContentMismatch(ItemError, code="MMC406"):
     """The bytes do not hash to the key that was sent."""
 
 
-class NonFiniteEmbedding(ItemError):
+class NonFiniteEmbedding(ItemError, code="MMC407"):
     """The encoder produced NaN or Inf; nothing was cached."""
 
 
-class EncodeFailed(ItemError):
+class EncodeFailed(ItemError, code="MMC408"):
     """The ranks failed to encode the item."""
 
 
-class NoRanks(ItemError):
+class NoRanks(ItemError, code="MMC409"):
     """No rank is alive that could encode it. What is cached is still served."""
 
 
-class Overloaded(ItemError):
+class Overloaded(ItemError, code="MMC410"):
     """The sidecar has as much queued as it takes; try again after `retry_after_s`.
 
     Attributes:
@@ -170,23 +185,23 @@ class Overloaded(ItemError):
         self.retry_after_s = retry_after_s
 
 
-class PoolExhausted(ItemError):
+class PoolExhausted(ItemError, code="MMC411"):
     """No room in the pool within the deadline, or an embedding larger than the pool."""
 
 
-class TooManyLeases(ItemError):
+class TooManyLeases(ItemError, code="MMC412"):
     """The connection holds as many leases as its control memory has words."""
 
 
-class TooManyRequests(ItemError):
+class TooManyRequests(ItemError, code="MMC413"):
     """The connection has as many requests or questions open as it may; ask again when some are answered."""
 
 
-class NotCached(ItemError):
+class NotCached(ItemError, code="MMC414"):
     """Only its key was given, and no tier has its embedding."""
 
 
-class SliceGone(ItemError):
+class SliceGone(ItemError, code="MMC415"):
     """A reference is over.
 
     All its consumers have come, it was cancelled or is older than lease_limit_s, its embedding went with its rank or by
@@ -194,15 +209,15 @@ class SliceGone(ItemError):
     """
 
 
-class StagingExhausted(ItemError):
+class StagingExhausted(ItemError, code="MMC416"):
     """No room in the staging region within the deadline, or pixels larger than it."""
 
 
-class WrongEmbedding(ItemError):
+class WrongEmbedding(ItemError, code="MMC417"):
     """An embedding that was given does not fit the model that is served: its shape, dtype, grid or fingerprint."""
 
 
-class DeadlineExceeded(ItemError):
+class DeadlineExceeded(ItemError, code="MMC418"):
     """The request's deadline passed before this item was done."""
 
 
@@ -231,21 +246,21 @@ ITEM_ERRORS: dict[str, type[ItemError]] = {
 }
 
 
-class DeviceUnavailable(MMCacheError):
+class DeviceUnavailable(MMCacheError, code="MMC305"):
     """An embedding is in the memory of a CUDA device that this process cannot map, or that failed.
 
     `client.fetch` copies it. A lease that it keeps from ending goes on until the process ends.
     """
 
 
-class CapturingError(MMCacheError):
+class CapturingError(MMCacheError, code="MMC306"):
     """A stream is being captured into a CUDA graph.
 
     No lease can end there: each replay would end it again. Nothing can be staged from there: staging waits for it.
     """
 
 
-class EncodeError(MMCacheError):
+class EncodeError(MMCacheError, code="MMC307"):
     """Some items of a request failed after the rest was done.
 
     A context manager: leaving it, or dropping it, releases the leases in `results`.

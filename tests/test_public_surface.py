@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import mmcache
+import mmcache.errors
+
+ERRORS = {
+    name: value
+    for name, value in vars(mmcache.errors).items()
+    if isinstance(value, type) and issubclass(value, mmcache.MMCacheError)
+}
+SECTIONS = re.findall(
+    r"^## (MMC\d{3}) (\w+)\n\n(.+?)(?=\n## |\Z)",
+    (Path(__file__).parent.parent / "docs" / "errors.md").read_text(), re.MULTILINE | re.DOTALL,
+)  # fmt: skip
 
 PUBLIC_SURFACE = [
     "AsyncClient",
@@ -68,9 +83,36 @@ def test_nothing_public_is_missing_from_the_surface() -> None:
 
 
 def test_every_error_is_public() -> None:
-    errors = {
-        name
-        for name, value in vars(mmcache.errors).items()
-        if isinstance(value, type) and issubclass(value, mmcache.MMCacheError)
-    }
-    assert errors <= set(mmcache.__all__)
+    assert ERRORS.keys() <= set(mmcache.__all__)
+
+
+def test_every_error_has_an_id_of_its_own() -> None:
+    codes = [error.code for error in ERRORS.values()]
+    assert len(set(codes)) == len(codes), "class NewError(ItemError, code=...): a number that no other has"
+    assert all(re.fullmatch(r"MMC[1-4]\d\d", code) for code in codes)
+    for name, error in ERRORS.items():
+        assert (error.code >= "MMC400") == issubclass(error, mmcache.ItemError), name
+        assert (error.code[:4] == "MMC2") == issubclass(error, mmcache.SidecarError), name
+
+
+def test_every_error_has_one_section_of_the_docs_that_says_what_to_do() -> None:
+    assert sorted((code, name) for code, name, _ in SECTIONS) == sorted(
+        (error.code, name) for name, error in ERRORS.items()
+    ), "docs/errors.md: one section `## CODE Name` for each error"
+    for code, name, text in SECTIONS:
+        assert len(text) > 60, name
+        assert code == "MMC100" or "**Do:** " in text, name
+
+
+@pytest.mark.parametrize("error", [error for error in ERRORS.values() if error is not mmcache.EncodeError])
+def test_a_message_ends_with_the_id_once(error: type[mmcache.MMCacheError]) -> None:
+    raised = error("what was wrong")
+    assert str(raised) == f"what was wrong [{error.code}]"
+    assert str(error(str(raised))) == str(raised), "over the wire and back"
+
+
+def test_a_calls_error_has_its_items_ids_and_its_own() -> None:
+    items = [mmcache.NotCached("it is nowhere", index=3), mmcache.Overloaded("full", 0.5)]
+    assert str(mmcache.EncodeError(items)) == (
+        "2 of 2 items failed: item 3: it is nowhere [MMC414]; full [MMC410] [MMC307]"
+    )

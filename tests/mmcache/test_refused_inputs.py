@@ -64,7 +64,7 @@ WRONG_DTYPES = [
     ((RAMP / 255).astype(np.float32), r"\(x \* 255\)\.round\(\)\.astype", lambda x: (x * 255).round().astype("uint8")),
     (RAMP / 255, "not float64", lambda x: (x * 255).round().astype("uint8")),
     ((RAMP / 255).astype(np.float16), "not float16", None),
-    (RAMP.astype(np.int64), r"values of 0 to 255: x\.astype\('uint8'\)$", lambda x: x.astype("uint8")),
+    (RAMP.astype(np.int64), r"values of 0 to 255: x\.astype\('uint8'\) \[", lambda x: x.astype("uint8")),
     (RAMP.astype(np.int8), "not int8", None),
     (RAMP.astype(np.uint16) << 8, r"all 16 bits: \(x >> 8\)\.astype", lambda x: (x >> 8).astype("uint8")),
     (RAMP.astype(">u2") << 8, r"all 16 bits: \(x >> 8\)\.astype", lambda x: (x >> 8).astype("uint8")),

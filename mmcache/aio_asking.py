@@ -15,6 +15,7 @@ from mmcache.aio_pump import AsyncPump, is_quick
 from mmcache.asking import Informed, Item
 from mmcache.core import ClientCore
 from mmcache.errors import ClientClosed, ItemError
+from mmcache.evicting import Eviction
 from mmcache.handshake import Target
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.parts import checked_keys, content_key
@@ -109,6 +110,22 @@ class AsyncAsking(Informed):
     async def leases(self, limit: int = 1000, *, pid: int | None = None, check: bool = False) -> dict[str, Any]:
         """Who holds what since when, and what is quarantined and why, nested. See `Client.leases`."""
         return await self._ask(lambda core, _: asks.leases(core, limit, pid, check))
+
+    async def evict(
+        self,
+        keys: Sequence[ContentKey] = (),
+        *,
+        namespace: str | None = None,
+        fingerprint: Fingerprint | None = None,
+        stale: bool = False,
+        everything: bool = False,
+        dry_run: bool = False,
+    ) -> dict[str, Any]:
+        """Remove embeddings from every tier, or only count them; leases on them stay valid. See `Client.evict`."""
+        eviction = Eviction.of(keys, namespace, fingerprint, stale, everything, dry_run)
+        for part in eviction.parts():
+            eviction.add(await self._ask(part))
+        return eviction.found
 
     async def reload(self, model: str | os.PathLike[str] | None = None) -> Fingerprint:
         """Serve new weights, without losing a request; returns their fingerprint. See `Client.reload`."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mmcache import asks
 from mmcache.core import ClientCore
 from mmcache.errors import ItemError
+from mmcache.evicting import Eviction
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.parts import checked_keys, content_key
 from mmcache.planning import Plan, plan_item
@@ -159,6 +160,44 @@ class Asking(Informed):
             check: look whether the sidecar's books agree with each other; what is wrong is in `problems`.
         """
         return self._ask(lambda core, _: asks.leases(core, limit, pid, check))
+
+    def evict(
+        self,
+        keys: Sequence[ContentKey] = (),
+        *,
+        namespace: str | None = None,
+        fingerprint: Fingerprint | None = None,
+        stale: bool = False,
+        everything: bool = False,
+        dry_run: bool = False,
+    ) -> dict[str, Any]:
+        """Remove embeddings from every tier, or only count them; leases on them stay valid.
+
+        At least one of the arguments says which; what several say has to hold together. After the call none of what
+        was cached before it is served; what is encoded meanwhile may be. One round trip, for each 1,024 keys. A call
+        that times out leaves it going on.
+
+        Args:
+            keys: of this client's namespace.
+            namespace: all that belongs to it; not with `keys`.
+            fingerprint: all of that model; of `keys` those that are of it, instead of the model that is served.
+            stale: all of any other model than the one that is served. Where sidecars of several models share a store,
+                the others' are among them.
+            everything: all there is; not with anything else.
+            dry_run: change nothing, and count.
+
+        Returns:
+            `{"dry_run": bool, "tiers": {name: {"entries": int, "bytes": int}}, "failed": {name: reason}}`: what each
+            tier had, "pool" first, and in which tiers some may still be.
+
+        Raises:
+            ValueError: nothing says which, or what is said excludes each other.
+            TooManyRequests, RequestTimeout, ConnectionLost, ClientClosed: the call failed.
+        """
+        eviction = Eviction.of(keys, namespace, fingerprint, stale, everything, dry_run)
+        for part in eviction.parts():
+            eviction.add(self._ask(part))
+        return eviction.found
 
     def reload(self, model: str | os.PathLike[str] | None = None) -> Fingerprint:
         """Serve new weights, without losing a request; returns their fingerprint.

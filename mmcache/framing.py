@@ -86,6 +86,9 @@ class Kind(IntEnum):
     UNMAP_REGION = 53
     COPY_OUT = 54
 
+    EVICT = 64
+    EVICT_REPLY = 65
+
 
 class Message(BaseModel):
     """A frame's header."""

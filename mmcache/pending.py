@@ -24,6 +24,7 @@ ANSWERS = frozenset(
         Kind.STAGE_PLACES,
         Kind.RELOADED,
         Kind.FETCHED,
+        Kind.EVICT_REPLY,
     }
 )
 """Kinds of frames that answer an `Ask`."""

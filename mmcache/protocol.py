@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from mmcache.framing import Message
 from mmcache.records import MAX_CONSUMERS, MAX_ITEMS, SUPPLY_WINDOW
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_STAGED = 64
 """Slices that one STAGE asks room for."""
 

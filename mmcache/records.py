@@ -157,3 +157,15 @@ def parse_lookup(frame: Frame) -> tuple[int, list[bytes]]:
         raise ProtocolError(f"LOOKUP has {len(body)} bytes of body: not 1 to {MAX_ITEMS} keys")
     keys = struct.unpack_from(f"{KEY_BYTES}s" * num_keys, body, LOOKUP_HEAD.size)
     return LOOKUP_HEAD.unpack_from(body)[0], list(keys)
+
+
+def parse_keys(frame: Frame) -> list[bytes]:
+    """The keys that are a frame's body; it may have none.
+
+    Raises:
+        ProtocolError: too many, or not whole ones.
+    """
+    num_keys, rest = divmod(len(frame.body), KEY_BYTES)
+    if rest or num_keys > MAX_ITEMS:
+        raise ProtocolError(f"{len(frame.body)} bytes of body are not up to {MAX_ITEMS} keys")
+    return list(struct.unpack(f"{KEY_BYTES}s" * num_keys, frame.body))

@@ -20,7 +20,7 @@ LEAVES = {"_version", "histograms", "paths", "sizes"}
 
 # A part of mmcache is a subpackage, or a group of modules. Every part may import itself, errors and the leaves.
 GROUPS = {
-    "protocol": {"framing", "protocol", "records", "transport"},
+    "protocol": {"framing", "protocol", "protocol_upkeep", "records", "transport"},
     "config": {"config", "config_rules", "config_sources"},
     "media": {"media", "patches", "array_checks"},
     "client": {
@@ -37,6 +37,7 @@ GROUPS = {
         "device_staging",
         "duplex",
         "encode_call",
+        "evicting",
         "handle",
         "handshake",
         "lease",

@@ -10,6 +10,7 @@ import click
 from mmcache._version import __version__
 from mmcache.cli import INTERRUPTED
 from mmcache.cli.encode import encode
+from mmcache.cli.evict import evict
 from mmcache.cli.leases import leases
 from mmcache.cli.reload import reload
 from mmcache.cli.serve import serve
@@ -31,6 +32,7 @@ cli.add_command(encode)
 cli.add_command(stats)
 cli.add_command(leases)
 cli.add_command(reload)
+cli.add_command(evict)
 
 
 def run(args: list[str] | None = None) -> int:

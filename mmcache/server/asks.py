@@ -11,6 +11,7 @@ from mmcache.errors import ProtocolError
 from mmcache.framing import Frame, Kind, close_all, pack_frame, parse
 from mmcache.protocol import Acknowledge, Bye, Cancel, Reload, StatsReply, StatsRequest
 from mmcache.server.calls import acknowledgements
+from mmcache.server.evictions import on_evict
 from mmcache.server.fetches import on_fetch
 from mmcache.server.leases_view import on_leases
 from mmcache.server.lookups import on_lookup
@@ -90,6 +91,7 @@ HANDLERS: dict[int, Handler] = {
     Kind.STAGE: on_stage,
     Kind.STAGED: on_staged,
     Kind.WITHDRAW: on_withdraw,
+    Kind.EVICT: on_evict,
 }
 CARRIERS: frozenset[int] = frozenset({Kind.PUT})
 """Kinds that come with descriptors."""

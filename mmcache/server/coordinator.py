@@ -23,6 +23,7 @@ from mmcache.server.channel import Poller
 from mmcache.server.children import Child, Spawn
 from mmcache.server.connection import Connection
 from mmcache.server.decoders import Decoders
+from mmcache.server.evictions import Evictions
 from mmcache.server.facts import ModelFacts
 from mmcache.server.flight import Flight
 from mmcache.server.flights import Flights
@@ -92,6 +93,7 @@ class Coordinator:
         self.ranks.on_switch = self.scheduler.recall
         self.verifier = Verifier(self, settings.verify_sample, random.Random(seed))  # noqa: S311  # no secret
         self.reloads = Reloads(self)
+        self.evictions = Evictions(self)
         self.background = Background(self.stats)
         self.lag = LoopLag()
         self.front: Front | None = None

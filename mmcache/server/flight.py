@@ -68,15 +68,19 @@ class Flight:
         on_change: called, where that is of use, when others wait for it than before, or nobody does.
         supplied: while a waiter's client is asked for the bytes: gives them and whose they are, or None if that
             client will not send them.
+        looked_up_at: how many evictions had ended when a store was asked for it last.
     """
 
-    __slots__ = ("extent", "key", "namespace", "on_change", "place", "stage", "supplied", "waiters")
+    __slots__ = (
+        "extent", "key", "looked_up_at", "namespace", "on_change", "place", "stage", "supplied", "waiters",
+    )  # fmt: skip
 
     def __init__(self, key: bytes, namespace: bytes) -> None:
         self.key = key
         self.namespace = namespace
         self.waiters: dict[Waiter, None] = {}
         self.stage = "looked up"
+        self.looked_up_at = 0
         self.place: Place[Flight] | None = None
         self.extent: Extent | None = None
         self.on_change: Callable[[], None] | None = None

@@ -70,6 +70,8 @@ class MissPath:
         if not self._home.store.has_tiers:  # it counts them
             return await self._home.store.find([flight.key for flight in flights])
         keys = [store_key(fingerprint, ContentKey(flight.key)) for flight in flights]
+        for flight in flights:
+            flight.looked_up_at = self._home.evictions.num_ended
         entries = await self._home.store.find(keys)
         is_wrong = self._home.verifier.is_condemned
         return [None if is_wrong(key) else entry for key, entry in zip(keys, entries, strict=True)]
@@ -129,8 +131,9 @@ class MissPath:
             return False
         finally:
             ingest.free(part)
-        # The rank died right after its answer, or the model changed.
-        if extent.is_lost or fingerprint != self._home.fingerprint:
+        # The rank died right after its answer, the model changed, or what was found is evicted.
+        is_over = extent.is_lost or fingerprint != self._home.fingerprint
+        if is_over or self._home.evictions.has(entry, flight.looked_up_at):
             rank.pool.abandon(extent)
             return False
         self._home.stats.hit_store += 1

@@ -69,12 +69,14 @@ class Pools:
         self._index[key] = extent
         return True
 
-    def withdraw(self, extent: Extent) -> None:
-        """Serve an embedding no more. Leases on it stay valid."""
-        if extent.key is not None and self._index.get(extent.key) is extent:
+    def withdraw(self, *extents: Extent) -> None:
+        """Serve embeddings no more. Leases on them stay valid."""
+        cached = [extent for extent in extents if extent.key is not None and self._index.get(extent.key) is extent]
+        for extent in cached:
+            assert extent.key is not None, "it is in the index"
             del self._index[extent.key]
             self.memories[extent.pool_id].pool.discard(extent)
-            self._lost([extent])
+        self._lost(cached)
 
     def withdraw_all(self) -> None:
         """Nothing that is cached is of the model that is served from now on. Leases stay valid."""

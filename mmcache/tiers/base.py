@@ -1,10 +1,10 @@
-"""The contract of a tier: six methods, all asynchronous; a miss is None and not an exception."""
+"""The contract of a tier: seven methods, all asynchronous; a miss is None and not an exception."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,19 +49,26 @@ class Selection:
         namespace: they belong to it (`keys.namespace_id`).
         fingerprint: they were made under it, 16 bytes.
         other_than: they were made under any other fingerprint than this.
+        keys: their store keys are among these.
     """
 
     namespace: bytes | None = None
     fingerprint: bytes | None = None
     other_than: bytes | None = None
+    keys: Collection[bytes] | None = None
 
     def has(self, entry: Entry) -> bool:
         """Whether an entry is meant."""
-        made_under = entry.key[:DIGEST_BYTES]
+        return self.matches(entry.key, entry.namespace)
+
+    def matches(self, key: bytes, namespace: bytes) -> bool:
+        """Whether what has this store key and belongs to this namespace is meant."""
+        made_under = key[:DIGEST_BYTES]
         return (
-            self.namespace in {None, entry.namespace}
+            self.namespace in {None, namespace}
             and self.fingerprint in {None, made_under}
             and self.other_than != made_under
+            and (self.keys is None or key in self.keys)
         )
 
 
@@ -132,6 +139,17 @@ class Tier(ABC):
         Raises:
             TierError: some may still be there.
         """
+
+    async def purge(self, selection: Selection, *, is_dry_run: bool = False) -> Purged:  # noqa: ARG002  # a default
+        """Remove every entry that is meant, or only count them. Those that are put meanwhile may stay.
+
+        It may take long, and lets other calls of the tier go on meanwhile. What is damaged on its way is counted and
+        removed like any damaged entry. A tier that does not say otherwise cannot do it, and raises.
+
+        Raises:
+            TierError: some may still be there.
+        """
+        raise TierError(f"the {self.name} tier cannot be purged")
 
     @abstractmethod
     async def close(self, timeout_s: float) -> bool:

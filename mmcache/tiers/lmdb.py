@@ -12,13 +12,13 @@ import lmdb
 
 from mmcache.errors import ConfigError
 from mmcache.keys import checksum
-from mmcache.tiers.base import Entry, TierError
+from mmcache.tiers.base import Entry, Selection, TierError
 from mmcache.tiers.codec import DamagedEntryError, Header, unpack_header
 from mmcache.tiers.lmdb_guard import DamagedFileError, ForeignFileError, Guard, preflight, read_meta, set_aside
 from mmcache.tiers.lmdb_layout import MARK, NAMES, Layout, claim, lost_its_mark
 from mmcache.tiers.lmdb_pages import verify
 from mmcache.tiers.threaded import BlockingFile, ThreadedTier
-from mmcache.tiers.threads import Gate, Landing, Outcome, Threads
+from mmcache.tiers.threads import Gate, Landing, Outcome, Step, Threads
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,11 @@ class LmdbFile(BlockingFile):
         with self._begin(write=True) as txn:
             for key in keys:
                 self._layout.delete(txn, key)
+
+    def purge(self, selection: Selection, after: bytes, is_dry_run: bool) -> Step:
+        """One transaction of a purge, from the key `after` on."""
+        with self._begin(write=not is_dry_run) as txn:
+            return self._layout.purge(txn, selection, after, is_dry_run=is_dry_run)
 
     def usage(self) -> tuple[int, int]:
         """Entries, and bytes of the pages that they take."""

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmcache.tiers.base import Entry
+from mmcache.tiers.base import Entry, Selection
 from mmcache.tiers.codec import DamagedEntryError, Header, pack_header, unpack_header
-from mmcache.tiers.threads import Landing, Outcome
+from mmcache.tiers.threads import Landing, Outcome, Step
 
 NAMES = (b"headers", b"chunks", b"order")
 MARK = (b"mmcache", b"1")
 """The record of the main database that says whose file this is, and its layout version."""
 MAX_EVICTIONS_A_TRANSACTION = 64
+MAX_LOOKED_AT_A_TRANSACTION = 4096
 
 _INDEX = struct.Struct(">I")
 _AGE = struct.Struct(">Q")
@@ -113,6 +114,45 @@ class Layout:
                     self.delete(txn, key)
                 num_evicted += 1
         return num_evicted
+
+    def purge(self, txn: Any, selection: Selection, after: bytes, *, is_dry_run: bool) -> Step:
+        """Remove entries that are meant, or count them, from the key `after` on: as many as one transaction may."""
+        keys, after_that = self._keys(txn, selection, after)
+        num_entries = nbytes = num_damaged = 0
+        for key, record in zip(keys, self.records(txn, keys), strict=True):
+            if num_entries + num_damaged == MAX_EVICTIONS_A_TRANSACTION and not is_dry_run:
+                return Step(num_entries, nbytes, num_damaged, key)
+            if record is None:
+                continue
+            try:
+                entry = unpack_header(key, record).entry
+            except DamagedEntryError:
+                num_damaged += 1
+            else:
+                if not selection.has(entry):
+                    continue
+                num_entries += 1
+                nbytes += entry.nbytes
+            if not is_dry_run:
+                self.delete(txn, key)
+        return Step(num_entries, nbytes, num_damaged, after_that)
+
+    def _keys(self, txn: Any, selection: Selection, after: bytes) -> tuple[list[bytes], bytes | None]:
+        """Keys at or behind `after` that may be meant, and the first of those that are too many for now."""
+        if selection.keys is not None:
+            rest = sorted(key for key in selection.keys if key >= after)
+            keys, more = rest[:MAX_LOOKED_AT_A_TRANSACTION], rest[MAX_LOOKED_AT_A_TRANSACTION:]
+            return keys, more[0] if more else None
+        prefix = selection.fingerprint or b""
+        keys = []
+        with txn.cursor(db=self.headers) as cursor:
+            found = cursor.set_range(max(prefix, after)) if prefix or after else cursor.first()
+            while found and (key := bytes(cursor.key())).startswith(prefix):
+                if len(keys) == MAX_LOOKED_AT_A_TRANSACTION:
+                    return keys, key
+                keys.append(key)
+                found = cursor.next()
+        return keys, None
 
     def cost_bytes(self, header: Header) -> int:
         """The pages that an entry takes, and a little more."""

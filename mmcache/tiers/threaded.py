@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from mmcache.tiers.base import Entry, Tier, TierError
-from mmcache.tiers.threads import Landing, Outcome, Threads, settled
+from mmcache.tiers.base import Entry, Purged, Selection, Tier, TierError
+from mmcache.tiers.threads import Landing, Outcome, Step, Threads, settled
 
 T = TypeVar("T")
 
@@ -29,6 +29,9 @@ class BlockingFile(Protocol):
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove what is there of these entries, whole or damaged."""
+
+    def purge(self, selection: Selection, after: bytes, is_dry_run: bool) -> Step:
+        """A part of a purge, from the key `after` on."""
 
     def usage(self) -> tuple[int, int]:
         """Entries, and bytes that they take."""
@@ -69,6 +72,20 @@ class ThreadedTier(Tier):
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         await self._write(self._file.remove, keys)
+
+    async def purge(self, selection: Selection, *, is_dry_run: bool = False) -> Purged:
+        num_entries = nbytes = 0
+        after: bytes | None = b""
+        run = self._read if is_dry_run else self._write
+        while after is not None:  # between two steps others have their turn
+            step = await run(self._file.purge, selection, after, is_dry_run)
+            num_entries += step.num_entries
+            nbytes += step.nbytes
+            after = step.after
+            if not is_dry_run:
+                self.counters["purged"] += step.num_entries
+                self.counters["damaged"] += step.num_damaged
+        return Purged(num_entries, nbytes)
 
     async def close(self, timeout_s: float) -> bool:
         if self._closing is None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -107,6 +107,15 @@ class Outcome(Enum):
     GONE = auto()
     DAMAGED = auto()
     ABANDONED = auto()
+
+
+class Step(NamedTuple):
+    """What one transaction of a purge came to. `after`: where the next one goes on, None at the end."""
+
+    num_entries: int
+    nbytes: int
+    num_damaged: int
+    after: bytes | None
 
 
 @dataclass(slots=True, eq=False)

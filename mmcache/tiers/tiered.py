@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from mmcache.histograms import FAST_S, Histogram
 from mmcache.keys import checksum
-from mmcache.tiers.base import ITEM_BYTES, Entry, LeftBehindError, Tier, TierError
+from mmcache.tiers.base import ITEM_BYTES, Entry, LeftBehindError, Purged, Selection, Tier, TierError
 from mmcache.tiers.threads import Threads, settled
 
 log = logging.getLogger(__name__)
@@ -158,14 +158,25 @@ class TieredStore:
 
         What is given to `put_behind` under the key from now on is written as ever.
         """
-        for pending in [pending for pending in self._queue if pending.key == key]:
-            self._queue.remove(pending)
-            self._events["dropped"] += 1
-            self._finish(pending)
-        if self._writing is not None and self._writing.key == key:
-            self._writing.is_unwanted = True
+        self._forgo(Selection(keys={key}))
         deadline = self._deadline()
         return all([await self._bounded(tier, _removed(tier, key), deadline) for tier in self._tiers])
+
+    async def purge(self, selection: Selection, *, is_dry_run: bool = False) -> dict[str, Purged | TierError]:
+        """Remove what is meant from every tier, and from what waits to be written; or only count it.
+
+        What each tier had, by its name, or why some may still be there. It takes as long as the tiers do.
+        """
+        if not is_dry_run:
+            self._forgo(selection)
+        purges = [tier.purge(selection, is_dry_run=is_dry_run) for tier in self._tiers]
+        outcomes = await asyncio.gather(*purges, return_exceptions=True)
+        found: dict[str, Purged | TierError] = {}
+        for tier, outcome in zip(self._tiers, outcomes, strict=True):
+            if not isinstance(outcome, Purged | TierError):
+                raise outcome
+            found[tier.name] = outcome
+        return found
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until everything is written, or the time is over."""
@@ -230,6 +241,15 @@ class TieredStore:
         if tier.name not in self._failing:
             self._failing.add(tier.name)
             log.warning("store tier %s: %s; requests go on without it", tier.name, reason)
+
+    def _forgo(self, selection: Selection) -> None:
+        """What waits to be written and is meant will not be, or is removed once it is."""
+        for pending in [pending for pending in self._queue if selection.matches(pending.key, pending.namespace)]:
+            self._queue.remove(pending)
+            self._events["dropped"] += 1
+            self._finish(pending)
+        if (writing := self._writing) is not None and selection.matches(writing.key, writing.namespace):
+            writing.is_unwanted = True
 
     async def _work(self) -> None:
         while self._queue:

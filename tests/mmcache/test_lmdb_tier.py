@@ -19,7 +19,8 @@ from mmcache.errors import ConfigError
 from mmcache.tiers.base import Tier, TierError
 from mmcache.tiers.lmdb import LmdbTier
 from tests.mmcache.lmdb_store import MAP_BYTES, open_store
-from tests.mmcache.tier_contract import CHUNK_BYTES, LONG_S, TierContract, make_entry, read_back
+from tests.mmcache.purge_contract import PurgeContract
+from tests.mmcache.tier_contract import CHUNK_BYTES, LONG_S, make_entry, read_back
 
 NUM_KILLS = 200 if os.environ.get("MMCACHE_SOAK") else 6
 
@@ -42,7 +43,7 @@ def _one_bit(value: bytes) -> bytes:
     return value[:place] + bytes([value[place] ^ 4]) + value[place + 1 :]
 
 
-class TestLmdbTier(TierContract):
+class TestLmdbTier(PurgeContract):
     async def make(self, folder: Path) -> Tier:
         return await LmdbTier.open(folder / "store.lmdb", MAP_BYTES, chunk_bytes=CHUNK_BYTES)
 

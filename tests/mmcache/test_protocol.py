@@ -65,7 +65,7 @@ def test_another_protocol_version_is_named(shared_sidecar: SidecarProcess, monke
     from mmcache import handshake
 
     monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 99)
-    with pytest.raises(mmcache.ProtocolMismatch, match=r"protocol 99, this sidecar \(.*\) speaks 3"):
+    with pytest.raises(mmcache.ProtocolMismatch, match=r"protocol 99, this sidecar \(.*\) speaks 4"):
         shared_sidecar.connect()
 
 

@@ -46,6 +46,7 @@ CALLS: dict[str, Callable[[mmcache.Client], object]] = {
     "put": lambda client: client.put(client.key(image(8)), np.ones((1, client.dim), np.float32), (1, 2, 2)),
     "stage": lambda client: client.stage(image(9)),
     "reload": lambda client: client.reload(),
+    "evict": lambda client: client.evict(everything=True),
 }
 
 

@@ -194,6 +194,10 @@ def test_questions_are_one(client: mmcache.Client) -> None:
         assert (trips, sent) == (1, [kind])
     trips, sent, _ = counted(client, lambda: client.leases(check=True))
     assert (trips, sent) == (1, [Kind.LEASES])
+    for num_keys in (0, 1, 1024, 1025):
+        keys = [client.key(image(1))] * num_keys
+        trips, sent, _ = counted(client, lambda keys=keys: client.evict(keys, everything=not keys))
+        assert (trips, sent) == (-(-num_keys // 1024) or 1, [Kind.EVICT] * trips)
 
 
 def test_submit_is_what_encode_is(client: mmcache.Client) -> None:

@@ -254,6 +254,12 @@ class Settings(BaseModel):
         "least severe messages shown: debug, info, warning or error", "debug, info, warning or error", "info"
     )
 
+    log_format: Annotated[Literal["console", "json"], BeforeValidator(rules.lower)] = _setting(
+        "of the log, which goes to standard error: console for people, json for one object a line",
+        "console or json",
+        "console",
+    )
+
     @property
     def store_path(self) -> Path | None:
         """The store's file, or None without a store."""

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from mmcache.config import Settings
 from mmcache.errors import ConfigError
 from mmcache.paths import PREFIX, default_socket, default_state
+from mmcache.redaction import redacted
 
 _Named = dict[str, tuple[object, str]]  # setting -> (value, where it came from)
 
@@ -61,7 +62,7 @@ def _problem(name: str, kind: str, message: str, chosen: _Named) -> str:
     assert isinstance(extra, dict), "every setting has a rule"
     rule = message.removeprefix("Value error, ") if kind == "value_error" else f"must be {extra['rule']}"
     shown = str(value) if isinstance(value, Path) else repr(value)
-    return f"{name} = {shown} ({source}): {rule}"
+    return f"{name} = {redacted(shown)} ({source}): {rule}"
 
 
 def _from_flags(flags: Mapping[str, object]) -> _Named:

@@ -27,6 +27,7 @@ OF_A_PROCESS = {
     "stream_priority": "the engine's own streams are beside it",
     "lease_limit_action": "it would be the engine that is killed",
     "http": "whose metrics it would be is the engine's to say",
+    "log_format": "the engine's handlers say how it is written",
     "log_level": "it logs to the loggers below `mmcache.server`, as the engine sets them",
 }
 """Settings of a sidecar that a process of another's must not be given, and why."""

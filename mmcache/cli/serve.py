@@ -13,6 +13,8 @@ import click
 from mmcache._version import __version__
 from mmcache.config import Settings
 from mmcache.config_sources import load_settings
+from mmcache.redaction import redacted
+from mmcache.server.logs import configure
 
 if TYPE_CHECKING:
     from mmcache.server.coordinator import Coordinator
@@ -54,14 +56,15 @@ def serve(config: Path | None, **flags: object) -> None:
     Flags win over variables, variables over the file. Sizes read 512MiB, 4GiB or plain bytes.
     """
     settings = load_settings(flags, os.environ, config)
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    repeats = configure(settings)
     try:
         from mmcache.server.sidecar import run
     except ModuleNotFoundError as error:
         raise click.ClickException(f"serving needs `pip install 'mmcache[server]'` ({error})") from error
-    run(settings, _announce)
+    try:
+        run(settings, _announce)
+    finally:
+        repeats.finish()
 
 
 def _announce(coordinator: Coordinator) -> None:
@@ -70,7 +73,8 @@ def _announce(coordinator: Coordinator) -> None:
     try:
         click.echo(
             f"mmcache {__version__} ready on {settings.socket}: {facts.model} {facts.dtype} on {settings.device}, "
-            f"{ranks} × {readable_size(settings.pool_bytes)}, store {settings.store}, fingerprint {facts.fingerprint}"
+            f"{ranks} × {readable_size(settings.pool_bytes)}, store {redacted(settings.store)}, "
+            f"fingerprint {facts.fingerprint}"
         )
     except OSError as error:  # nobody reads it, or the disk that it goes to is full
         log.warning("ready on %s; the line that says so could not be written: %s", settings.socket, error.strerror)

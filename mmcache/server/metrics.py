@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from mmcache._version import __version__
 from mmcache.histograms import Histogram
+from mmcache.server.logs import num_suppressed
 from mmcache.server.metric_table import METRICS, Metric
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Exposition:
         for status, num in sorted(self._front.server.num_answers.items()):
             answers.add_metric([str(status)], num)
         yield answers
+        yield CounterMetricFamily("mmcache_log_suppressed", "Log records that were sampled away.", num_suppressed())
         if (home := self._front.home) is not None:
             yield from _of_snapshot(home.snapshot())
             yield from _of_histograms(home)

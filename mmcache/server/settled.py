@@ -22,6 +22,12 @@ def settled(request: Request) -> None:
             "request %d of %s (pid %d): %d items, %d failed, %s in %.3f ms",
             request.request_id, request.holder.name, request.holder.pid, len(request.keys), request.num_failed,
             outcome, seconds * 1e3,
+            extra={
+                "fields": {
+                    "request": request.request_id, "client": request.holder.name, "pid": request.holder.pid,
+                    "items": len(request.keys), "failed": request.num_failed, "outcome": outcome, "seconds": seconds,
+                }
+            },
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from mmcache.tiers.base import ITEM_BYTES, Entry
 
 MAGIC = b"mmcache\0"
 FORMAT_VERSION = 2
+READ_VERSIONS = (2,)
 MAX_PAYLOAD_BYTES = 1 << 36
 MAX_CHUNK_BYTES = 4 << 20
 MAX_GRID = 1 << 20

@@ -45,6 +45,7 @@ class ThreadedTier(Tier):
 
     def __init__(self, file: BlockingFile, usage: tuple[int, int], writer: Threads, readers: Threads) -> None:
         super().__init__()
+        self.counters.update(dict.fromkeys(("damaged", "evicted", "purged", "remove_failed"), 0))
         self._file = file
         self._writer = writer
         self._readers = readers

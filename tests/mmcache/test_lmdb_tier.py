@@ -1,14 +1,9 @@
-"""The file store: the contract, a full map, crashes, other processes, a full disk."""
+"""The file store: the contract, its budget, and what is no store."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import resource
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,8 +16,6 @@ from mmcache.tiers.lmdb import LmdbTier
 from tests.mmcache.lmdb_store import MAP_BYTES, open_store
 from tests.mmcache.purge_contract import PurgeContract
 from tests.mmcache.tier_contract import CHUNK_BYTES, LONG_S, make_entry, read_back
-
-NUM_KILLS = 200 if os.environ.get("MMCACHE_SOAK") else 6
 
 
 def _flip(tier: Tier, database: bytes, key: bytes, change: Callable[[bytes], bytes | None]) -> None:
@@ -163,79 +156,6 @@ def test_reads_go_on_while_entries_are_evicted(tmp_path: Path) -> None:
 
     with open_store(tmp_path) as (tier, runner):
         runner.run(turn_over(tier))
-
-
-_CHILD = """
-import asyncio, sys
-from pathlib import Path
-from mmcache.tiers.lmdb import LmdbTier
-from tests.mmcache.tier_contract import make_entry, read_back
-
-async def main(folder, map_bytes, first, last, tokens):
-    tier = await LmdbTier.open(Path(folder) / "store.lmdb", int(map_bytes))
-    for number in range(int(first), int(last)):
-        print(number, flush=True)
-        await tier.put(*make_entry(number, int(tokens)))
-    assert await tier.close(30.0)
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-def _child(folder: Path, map_bytes: int, first: int, last: int, tokens: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", _CHILD, str(folder), *map(str, (map_bytes, first, last, tokens))]
-    return subprocess.Popen(command, stdout=subprocess.PIPE)
-
-
-def test_a_writer_killed_at_any_point_leaves_whole_entries(tmp_path: Path) -> None:
-    delays = random.Random(7)
-    first, num_found = 0, 0
-    for _ in range(NUM_KILLS):
-        with _child(tmp_path, MAP_BYTES, first, first + 10_000, tokens=8000) as child:
-            assert child.stdout is not None
-            for _ in range(delays.randrange(1, 30)):
-                last = int(child.stdout.readline())
-            signal.sigtimedwait([], delays.random() * 0.005)
-            child.kill()
-            last = max([last, *map(int, child.stdout.read().split())])
-        with open_store(tmp_path) as (tier, runner):
-            keys = [make_entry(number, 1)[0].key for number in range(first, last + 1)]
-            for entry in filter(None, runner.run(tier.find(keys))):
-                assert runner.run(read_back(tier, entry)) == make_entry(int.from_bytes(entry.key, "big"), 8000)[1]
-                num_found += 1
-            assert tier.counters["damaged"] == 0
-        first = last + 1
-    assert num_found > 0
-
-
-def test_a_second_process_shares_the_file(tmp_path: Path) -> None:
-    """The other one even makes the map larger than this one knew, and fills it."""
-    mine, payload = make_entry(1_000_000)
-    with open_store(tmp_path, 1 << 20) as (tier, runner):
-        runner.run(tier.put(mine, payload))
-        with _child(tmp_path, MAP_BYTES, 0, 20, tokens=2000) as child:
-            assert child.wait(60) == 0
-        theirs = [make_entry(number, tokens=2000) for number in range(20)]
-        assert runner.run(tier.find([entry.key for entry, _ in theirs])) == [entry for entry, _ in theirs]
-        assert [runner.run(read_back(tier, entry)) for entry, _ in theirs] == [payload for _, payload in theirs]
-        assert runner.run(read_back(tier, mine)) == payload
-
-
-def test_a_full_disk_fails_the_put_and_nothing_else(tmp_path: Path) -> None:
-    (old, old_payload), (new, new_payload) = make_entry(1), make_entry(2, tokens=60_000)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with open_store(tmp_path) as (tier, runner):
-        runner.run(tier.put(old, old_payload))
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "store.lmdb").stat().st_size + 65_536, hard))
-        try:
-            with pytest.raises(TierError, match="the file store failed"):
-                runner.run(tier.put(new, new_payload))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert runner.run(tier.find([old.key, new.key])) == [old, None]
-        assert runner.run(read_back(tier, old)) == old_payload
-        runner.run(tier.put(new, new_payload))
-        assert runner.run(read_back(tier, new)) == new_payload
 
 
 def test_a_closed_store_fails_cleanly(tmp_path: Path) -> None:

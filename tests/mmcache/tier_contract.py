@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from mmcache.keys import checksum
 from mmcache.tiers.base import Entry, Tier
+from tests.mmcache.entries import DIM, make_entry
 
 CHUNK_BYTES = 4096
 LONG_S = 30.0
-DIM = 16
 
-
-def make_entry(number: int, tokens: int = 300, seed: int = 0) -> tuple[Entry, memoryview]:
-    """An entry and its payload of `tokens` times 64 bytes, the same for the same arguments."""
-    payload = random.Random(f"{number} {tokens} {seed}").randbytes(tokens * DIM * 4)
-    entry = Entry(
-        key=number.to_bytes(32, "big"),
-        namespace=bytes(8),
-        shape=(tokens, DIM),
-        dtype="float32",
-        grid_thw=(1, 2, 2 * tokens),
-        nbytes=len(payload),
-        checksum=checksum(payload),
-        created_s=1_000.0 + number,
-        encode_seconds=0.25,
-    )
-    return entry, memoryview(payload)
+__all__ = ["CHUNK_BYTES", "DIM", "LONG_S", "TierContract", "make_entry", "read_back"]
 
 
 async def read_back(tier: Tier, entry: Entry) -> bytes | None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 from collections.abc import Awaitable, Callable
 
@@ -16,6 +17,7 @@ from mmcache.server.coordinator import Coordinator
 from mmcache.server.front import Front, serving
 from mmcache.server.ingest import Ingest
 from mmcache.server.listener import Listener
+from mmcache.server.notify import Notifier
 from mmcache.server.state import load_or_create_seed, prepare_state
 from mmcache.server.stores import open_store
 from mmcache.transport import raise_descriptor_limit
@@ -69,12 +71,16 @@ async def _serve_until(
     gc.set_threshold(*COLLECT_RARELY)
     coordinator.front, front.home = front, coordinator
     announce(coordinator)
+    notifier = Notifier(os.environ, os.getpid())
+    notifier.ready(f"serving {coordinator.facts.model} on {coordinator.settings.socket}")
     await signals.stop.wait()
     front.is_stopping = True
+    notifier.stopping("finishing what is in flight")
     log.info("stopping: finishing what is in flight; once more to stop at once")
     asyncio.get_running_loop().remove_reader(listener.fileno())
     listener.stop()
     await signals.before(coordinator.drain(coordinator.settings.drain_timeout_s), num_signals=2)
+    notifier.close()
 
 
 def _accept_from(listener: Listener, coordinator: Coordinator) -> None:

@@ -56,10 +56,12 @@ class Extent:
         cost_seconds: how long it took to make.
         info: whatever the publisher attached.
         group: what the publisher tells extents apart by.
+        digest: of its bytes as their maker has seen them; None if nobody has.
     """
 
     __slots__ = (
         "cost_seconds",
+        "digest",
         "group",
         "info",
         "key",
@@ -86,6 +88,7 @@ class Extent:
         self.cost_seconds = 0.0
         self.info: object = None
         self.group = b""
+        self.digest: int | None = None
 
     def __repr__(self) -> str:
         place = f"{self.pool_id}:{self.offset}+{self.nbytes}"

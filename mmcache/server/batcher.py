@@ -236,4 +236,6 @@ def _settle(job: EncodeJob, place: int, batch: Microbatch, result: Ran, seconds:
     elif not result.finite[place]:
         job.fail(NonFiniteEmbedding("the encoder produced NaN or Inf; nothing was cached"))
     elif not job.done.done():
+        if result.digests and job.extent is not None:
+            job.extent.digest = result.digests[place]
         job.done.set_result(seconds)

@@ -27,7 +27,7 @@ class StartRank(Message):
     """Load the model and make the pool. Carries the ingest region's descriptor.
 
     `has_pool`: carries the descriptor of device memory too, of `pool_bytes`, which a rank before this one left.
-    `num_sharing`: ranks on the same device, this one too. `keeps_digests`: of what it encodes, for checks.
+    `num_sharing`: ranks on the same device, this one too. `makes_digests`: of what it encodes, for checks.
     """
 
     model: str
@@ -41,7 +41,7 @@ class StartRank(Message):
     has_high_priority: bool = False
     attention: str = "auto"
     graph_bytes: int = 0
-    keeps_digests: bool = False
+    makes_digests: bool = False
     seed: int
     deterministic: bool = False
     known: dict[str, str] = {}
@@ -153,9 +153,10 @@ class Run(Message):
 class Ran(Message):
     """One microbatch is complete in the pool. `finite`: the guard's verdict for each item.
 
-    `false_claims`: items that were not encoded, because their bytes are not those of their key. `failure`: why none of
-    them was encoded, in `error` for people; after "memory" the rank goes on with other batches as it does after
+    `false_claims`: items that were not encoded, because their bytes are not those of their key. `failure`: why none
+    of them was encoded, in `error` for people; after "memory" the rank goes on with other batches as it does after
     "error". `max_patches`: as in `ModelReport`, from now on. `acceleration`: likewise; empty after a failure.
+    `digests`: of the items' bytes (`encoder.digest`), if they are made; None for what was not encoded.
     """
 
     batch_id: int
@@ -166,6 +167,7 @@ class Ran(Message):
     error: str = ""
     max_patches: int = 0
     acceleration: dict[str, str | int] = {}
+    digests: list[int | None] = []
 
 
 class Copy(Message):
@@ -198,18 +200,22 @@ class Copied(Message):
 
 
 class Compare(Message):
-    """Compare two extents of the rank's pool, embeddings of one item: how far is the cached one from the fresh one?"""
+    """Compare two extents of the rank's pool, embeddings of one item: how far is the cached one from the fresh one?
+
+    `digest`: of the cached one's bytes when it was encoded; None if that is not known.
+    """
 
     compare_id: int
     cached: int
     fresh: int
     num_tokens: int
+    digest: int | None = None
 
 
 class Compared(Message):
     """The answer; see `encoder.difference.Difference`. Numbers may be infinite or NaN. `error`: why there is none.
 
-    `is_intact`: every bit of the cached one is what the rank has encoded there; also where it does not know.
+    `is_intact`: its digest is what it was; also where that is not known.
     """
 
     model_config = ConfigDict(ser_json_inf_nan="constants")

@@ -101,7 +101,7 @@ class Rank:
             num_sharing=ranks.num_sharing(index),
             pool_bytes=left.nbytes if left else settings.pool_bytes, has_pool=left is not None, seed=ranks.seed,
             deterministic=settings.deterministic, known=ranks.digests.known, costs=ranks.calibrations.known,
-            attention=settings.attention, graph_bytes=_graph_bytes(settings), keeps_digests=settings.verify_sample > 0,
+            attention=settings.attention, graph_bytes=_graph_bytes(settings), makes_digests=settings.verify_sample > 0,
             device_bytes=settings.device_bytes, has_high_priority=settings.stream_priority == "high",
         )  # fmt: skip
         environ = {"OMP_NUM_THREADS": str(threads)}
@@ -172,7 +172,10 @@ class Rank:
         """
         self._last_job += 1
         done = self._compares[self._last_job] = asyncio.get_running_loop().create_future()
-        compare = Compare(compare_id=self._last_job, cached=cached.offset, fresh=fresh.offset, num_tokens=num_tokens)
+        compare = Compare(
+            compare_id=self._last_job, cached=cached.offset, fresh=fresh.offset, num_tokens=num_tokens,
+            digest=cached.digest,
+        )  # fmt: skip
         self.child.send(pack_frame(Kind.COMPARE, compare))
         self._watchdog.asked(ENCODING, -self._last_job, "compare two embeddings", self._limits.moved(2 * cached.nbytes))
         return done

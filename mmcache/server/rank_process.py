@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 
 from encoder.difference import difference
+from encoder.digest import digests
 from encoder.errors import EncoderError
 from encoder.finite import all_finite
 from encoder.memory import is_out_of_memory
@@ -47,7 +48,6 @@ from mmcache.server.messages import (
     pixels_shape,
 )
 from mmcache.server.rank_bound import MemoryBound, return_memory
-from mmcache.server.rank_digests import KeptDigests
 from mmcache.server.rank_memory import (
     DeviceIngest,
     PoolTensor,
@@ -78,7 +78,6 @@ class Rank:
         self._ingest = open_ingest(ingest_fd, self._device)
         self._channel = channel
         self._sending = threading.Lock()
-        self._digests = KeptDigests(start.keeps_digests)
         self._staged = StagedReader(start.seed, self._device)
         self._batches: queue.SimpleQueue[Run | Compare | UnmapRegion | RankModel | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()  # None: a model was dropped
@@ -161,7 +160,6 @@ class Rank:
             self._loads.put(None)
         elif frame.kind == Kind.COPY:
             copy = parse(Copy, frame)
-            self._digests.copied(copy.extent)
             self._ingest.copy_to(copy.source, self._pool.tensor(copy.extent, copy.nbytes))
             finite = not copy.guard or self._is_finite(copy.extent, copy.nbytes)
             self._send(pack_frame(Kind.COPIED, Copied(copy_id=copy.copy_id, finite=finite)))
@@ -217,13 +215,14 @@ class Rank:
         good = [place for place in places if place in items]
         outs = [self._out(run.extents[place], run.num_tokens[place]) for place in good]
         found = dict(zip(good, self._model.encoder.encode([items[place] for place in good], outs), strict=True))
-        self._digests.encoded([run.extents[place] for place in good], outs)
+        made = dict(zip(good, digests(outs), strict=True)) if self._start.makes_digests and outs else {}
         seconds = time.perf_counter() - started
         self._bound.ran()
         return Ran(
             batch_id=run.batch_id, seconds=seconds, finite=[found.get(place, False) for place in places],
             false_claims=[place for place in places if place not in items], max_patches=self._bound.max_patches,
             acceleration=asdict(self._model.encoder.acceleration),
+            digests=[made.get(place) for place in places] if made else [],
         )  # fmt: skip
 
     def _pixels(self, run: Run, place: int) -> Item:
@@ -233,7 +232,8 @@ class Rank:
     def _compare(self, compare: Compare) -> Compared:
         cached, fresh = (self._out(extent, compare.num_tokens) for extent in (compare.cached, compare.fresh))
         try:
-            found, is_intact = difference(cached, fresh), self._digests.is_intact(compare.cached, cached)
+            found = difference(cached, fresh)
+            is_intact = compare.digest is None or digests([cached]) == [compare.digest]
         except FAILURES as error:
             check_device(self._device)
             return Compared(compare_id=compare.compare_id, error=reason_of(error))

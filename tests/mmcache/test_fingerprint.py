@@ -101,7 +101,7 @@ def test_every_setting_is_in_or_out() -> None:
         "max_batch_patches", "drain_timeout_s",
         "store_timeout_ms", "write_behind_bytes", "log_level", "staging_bytes", "staging_bytes_total", "lease_limit_s",
         "lease_limit_action", "max_patches_per_second", "device_bytes", "stream_priority", "batch_wait_ms",
-        "max_queued_items", "attention", "graph_bytes",
+        "max_queued_items", "attention", "graph_bytes", "http", "log_format",
     }  # fmt: skip
     assert Settings.model_fields.keys() == inside | outside
     table = (Path(__file__).parents[2] / "docs" / "fingerprint.md").read_text()

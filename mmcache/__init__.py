@@ -47,6 +47,7 @@ from mmcache.errors import (
     UnsupportedMode,
     WrongEmbedding,
 )
+from mmcache.foreign import ForeignModel
 from mmcache.handle import Handle
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.lease import Lease
@@ -72,6 +73,7 @@ __all__ = [
     "EncodeError",
     "EncodeFailed",
     "Fingerprint",
+    "ForeignModel",
     "Handle",
     "ImageTooLarge",
     "ItemError",

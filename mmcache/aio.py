@@ -14,11 +14,11 @@ from mmcache.aio_asking import AsyncAsking
 from mmcache.aio_link import connect_pump
 from mmcache.aio_pump import AsyncPump, is_quick
 from mmcache.asking import Item
-from mmcache.client import DEFAULT_TIMEOUT_S, check_timeout
 from mmcache.device_staging import device_items
 from mmcache.encode_call import EncodeCall, Errors, Priority, check_errors, opened
 from mmcache.errors import ItemError, RequestTimeout
-from mmcache.handshake import Target
+from mmcache.foreign import ForeignModel
+from mmcache.handshake import DEFAULT_TIMEOUT_S, Target, check_timeout
 from mmcache.keys import ContentKey
 from mmcache.lease import Lease
 from mmcache.records import MAX_ITEMS
@@ -53,6 +53,7 @@ class AsyncClient(AsyncAsking):
         reconnect: bool = False,
         retry_overloaded: int = 0,
         device: str | torch.device | None = None,
+        foreign: ForeignModel | None = None,
     ) -> Connecting:
         """Connect: `await` it for a client to `close`, or enter it with `async with`. Arguments as those of `Client`.
 
@@ -63,7 +64,7 @@ class AsyncClient(AsyncAsking):
         """
         check_timeout(timeout)
         num_retries = check_retries(retry_overloaded)
-        target = Target.of(socket, name, namespace, device)
+        target = Target.of(socket, name, namespace, device, foreign)
 
         async def connected() -> AsyncClient:
             pump = await connect_pump(target, time.monotonic() + timeout)

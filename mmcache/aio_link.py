@@ -34,14 +34,14 @@ async def connect_pump(target: Target, deadline: float) -> AsyncPump:
 
 async def greeted(channel: DuplexChannel, target: Target, deadline: float) -> AsyncPump:
     """Say who this is, on a new connection. It is closed if that fails; raises as `shake_hands` does."""
-    path, name, namespace, ordinal = target
+    path, _, namespace, ordinal, foreign = target
     try:
-        frame = await _greeted(channel, path, name, namespace, deadline)
-        welcome, control_fd = welcomed(frame)
+        frame = await _greeted(channel, target, deadline)
+        welcome, control_fd = welcomed(frame, foreign)
     except BaseException:
         channel.close()
         raise
-    return AsyncPump(ClientCore(welcome, control_fd, namespace, ordinal), channel, path)
+    return AsyncPump(ClientCore(welcome, control_fd, namespace, ordinal, foreign), channel, path)
 
 
 async def connect_again(
@@ -84,9 +84,9 @@ async def _connected(path: Path, deadline: float) -> socket.socket:
         raise
 
 
-async def _greeted(channel: DuplexChannel, path: Path, name: str, namespace: str, deadline: float) -> Frame:
+async def _greeted(channel: DuplexChannel, target: Target, deadline: float) -> Frame:
     """The answer to HELLO."""
-    outbox = deque([hello(name, namespace)])
+    path, outbox = target.path, deque([hello(target.name, target.namespace, target.foreign)])
     try:
         async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
             return await _exchanged(channel, outbox)

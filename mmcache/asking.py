@@ -50,12 +50,12 @@ class Informed(ABC):
 
     @property
     def dim(self) -> int:
-        """Width of an embedding row."""
+        """Width of an embedding row; 0 of a foreign model, whose embeddings have widths of their own."""
         return self._core.served.dim
 
     @property
     def dtype(self) -> str:
-        """Of the embeddings: "float32" or "bfloat16"."""
+        """Of the embeddings: "float32" or "bfloat16"; of a foreign model also "float16"."""
         return self._core.served.dtype
 
     @property
@@ -78,6 +78,18 @@ class Asking(Informed):
     def key(self, item: Item) -> ContentKey:
         """The content key of one item. No round trip. Raises the ItemError of a bad item."""
         return content_key(item, self._core.hasher.key, self._core.welcome.max_item_bytes)
+
+    def named_key(self, kind: str, name: str, header: bytes = b"") -> ContentKey:
+        """The content key of what is known by a name instead of by its bytes. No round trip.
+
+        Whoever gives the name answers for it: one name is one content, for as long as anything is cached under it.
+
+        Args:
+            kind: whose names they are, as "vllm": the same name of another kind has another key.
+            name: of the content.
+            header: what else belongs to it.
+        """
+        return self._core.hasher.key(kind, header, name.encode())
 
     def plan(self, items: Sequence[Item]) -> list[Plan | ItemError]:
         """What each item will be: grid, tokens and bytes, without encoding or sending it. No round trip.
@@ -111,12 +123,13 @@ class Asking(Informed):
     ) -> bool:
         """Cache an embedding that was made elsewhere. True if it is new, False if the key has one, which stays.
 
-        One round trip. It passes the guards of an encoded one: finite, and as wide as the model that is served. That it
-        is the embedding of that key's content is not checked: clients of a namespace trust each other.
+        One round trip. It passes the guards of an encoded one: finite, and as wide as the model that is served (a
+        foreign model has any width, and any grid). That it is the embedding of that key's content is not checked:
+        clients of a namespace trust each other.
 
         Args:
             key: of the item that it is the embedding of.
-            embedding: `[num_tokens, dim]` in the sidecar's dtype; a bfloat16 one is a tensor.
+            embedding: `[num_tokens, dim]` in the client's dtype; a bfloat16 one is a tensor.
             grid: patches in time, height and width.
             cost_seconds: what making it again would take; decides how soon it is evicted. 0 for what the sidecar's
                 own encoder would take.

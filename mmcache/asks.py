@@ -151,6 +151,7 @@ class PutItem(NamedTuple):
     key: ContentKey
     served: Served
     num_tokens: int
+    dim: int
     fd: int
 
     @classmethod
@@ -158,7 +159,7 @@ class PutItem(NamedTuple):
         """Copy an embedding. Raises `WrongEmbedding` unless it fits the model `served`."""
         rows = checked_embedding(embedding, served)
         fd, _ = sealed_copy("mmcache-put", [rows.data])
-        return cls(key, served, len(rows), fd)
+        return cls(key, served, len(rows), embedding.shape[1], fd)
 
     def close(self) -> None:
         """It will not be put."""
@@ -173,7 +174,7 @@ def put(core: ClientCore, item: PutItem, grid: Sequence[int], cost_seconds: floa
         message = Put(
             ask_id=ask.ask_id, timeout_ms=milliseconds(sidecar_time_s(timeout_s)),
             fingerprint=bytes.fromhex(item.served.fingerprint), key=bytes(item.key), num_tokens=item.num_tokens,
-            grid=grid, cost_seconds=cost_seconds,
+            grid=grid, cost_seconds=cost_seconds, dim=0 if item.served.dim else item.dim,
         )  # fmt: skip
     except ValidationError as error:
         item.close()
@@ -216,7 +217,7 @@ def fetch(lease: Lease, core: ClientCore, timeout_s: float) -> Question[torch.Te
             os.close(fd)
         core.num_fetched += 1
         flat = torch.from_numpy(view).clone()
-        return flat.view(torch.bfloat16 if dtype == "bfloat16" else torch.float32).view(num_tokens, dim)
+        return flat.view(getattr(torch, dtype)).view(num_tokens, dim)
 
     return Question(ask, read)
 
@@ -234,13 +235,14 @@ def checked_embedding(embedding: Any, served: Served) -> np.ndarray[Any, Any]:
     """An embedding's bytes, `[num_tokens, row_bytes]`, contiguous.
 
     Raises:
-        WrongEmbedding: it is not `[num_tokens, dim]` of the sidecar's dtype, or not on the CPU.
+        WrongEmbedding: it is not `[num_tokens, dim]` of the model's dtype, or not on the CPU.
     """
     dtype = str(getattr(embedding, "dtype", type(embedding).__name__)).removeprefix("torch.")
     shape = tuple(getattr(embedding, "shape", ()))
-    if len(shape) != 2 or not shape[0] or shape[1] != served.dim or dtype != served.dtype:
+    is_wide = len(shape) == 2 and shape[0] and (shape[1] == served.dim if served.dim else shape[1])
+    if not is_wide or dtype != served.dtype:
         raise WrongEmbedding(
-            f"an embedding must be {served.dtype} [num_tokens, {served.dim}], got {dtype} {list(shape)}"
+            f"an embedding must be {served.dtype} [num_tokens, {served.dim or 'dim'}], got {dtype} {list(shape)}"
         )
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(embedding, torch.Tensor):

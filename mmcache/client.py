@@ -13,8 +13,9 @@ from mmcache.asking import Asking, Item
 from mmcache.device_staging import device_items
 from mmcache.encode_call import EncodeCall, Errors, Priority, check_errors, opened
 from mmcache.errors import ClientClosed, ItemError
+from mmcache.foreign import ForeignModel
 from mmcache.handle import Handle, drive, give_up
-from mmcache.handshake import Target
+from mmcache.handshake import DEFAULT_TIMEOUT_S, Target, check_timeout
 from mmcache.keys import ContentKey
 from mmcache.lease import Lease
 from mmcache.link import connect_again, connect_pump
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Client", "Lease", "connect"]
-
-DEFAULT_TIMEOUT_S = 60.0
-MAX_TIMEOUT_S = 1_000_000
 
 
 class Client(Asking):
@@ -52,6 +50,7 @@ class Client(Asking):
         reconnect: bool = False,
         retry_overloaded: int = 0,
         device: str | torch.device | None = None,
+        foreign: ForeignModel | None = None,
     ) -> None:
         """Connect.
 
@@ -67,6 +66,7 @@ class Client(Asking):
                 else the call asked for is not touched by it.
             device: the CUDA device on which this process reads, as "cuda:3"; by default that of the pool. One that has
                 no access to the pool's memory is told by `DeviceUnavailable` when a lease is read: `fetch` it then.
+            foreign: the model that all of this client is of, if not the one that is served; see `ForeignModel`.
 
         Raises:
             SidecarUnavailable: nobody listens there.
@@ -74,7 +74,7 @@ class Client(Asking):
             RequestTimeout: it does not answer.
         """
         check_timeout(timeout)
-        self._target = Target.of(socket, name, namespace, device)
+        self._target = Target.of(socket, name, namespace, device, foreign)
         self._timeout_s = timeout
         self._reconnects = reconnect
         self._num_retries = check_retries(retry_overloaded)
@@ -288,12 +288,6 @@ class Client(Asking):
         time.sleep(seconds)
         if self._is_closed:
             raise ClientClosed("the client is closed")
-
-
-def check_timeout(timeout: float) -> None:
-    """Raise ValueError unless a user's timeout is one."""
-    if not 0 < timeout <= MAX_TIMEOUT_S:
-        raise ValueError(f"timeout must be positive and at most {MAX_TIMEOUT_S} seconds, got {timeout}")
 
 
 connect = Client

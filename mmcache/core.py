@@ -13,6 +13,7 @@ from ipc.memory_shm import SEALS_READERS, ReadOnlyRegion, SharedRegion
 from mmcache.device_memory import DeviceMemory
 from mmcache.device_staging import PageLock
 from mmcache.errors import ITEM_ERRORS, ItemError, ProtocolError
+from mmcache.foreign import ForeignModel
 from mmcache.framing import Frame, Kind, Message, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.keys import KeyHasher
 from mmcache.lease import Lease, Served
@@ -53,20 +54,25 @@ class ClientCore(Shares):
 
     Attributes:
         outbox: frames to send, in order.
-        served: the model that is served, as far as was heard.
+        foreign: the model of this client, if not of the sidecar.
+        served: the model that is served here, as far as was heard.
         staging: this client's region for pixels, once it has one; pages: their lock, if some come from a device.
         num_fetched: embeddings that were copied through the host.
         supply: what is done about bytes that are asked for: `prepare` in any thread, then `supplied`.
     """
 
-    def __init__(self, welcome: Welcome, control_fd: int, namespace: str, ordinal: int | None = None) -> None:
+    def __init__(
+        self, welcome: Welcome, control_fd: int, namespace: str, ordinal: int | None = None,
+        foreign: ForeignModel | None = None,
+    ) -> None:  # fmt: skip
         """`ordinal`: the device on which this client reads; that of the pool unless given."""
+        self.foreign = foreign
         self._ordinal = ordinal
         self.welcome = welcome
         self.hasher = KeyHasher(welcome.seed, namespace)
         super().__init__(control_fd)
         self.outbox: deque[OutgoingFrame] = deque()
-        self.served = Served(welcome.fingerprint, welcome.dtype, welcome.dim, welcome.processor)
+        self._serve(welcome)
         self.staging: SharedRegion | None = None
         self.pages = PageLock()
         self.num_fetched = 0
@@ -224,10 +230,15 @@ class ClientCore(Shares):
                 pending.recall(recall.positions)
                 self.tidy()  # somebody waits for the acknowledgements
         elif frame.kind == Kind.MODEL_CHANGED:
-            changed = parse(ModelChanged, frame)
-            self.served = Served(changed.fingerprint, changed.dtype, changed.dim, changed.processor)
+            self._serve(parse(ModelChanged, frame))
         else:
             raise ProtocolError(f"frame of kind {frame.kind} does not belong here")
+
+    def _serve(self, told: Welcome | ModelChanged) -> None:
+        if self.foreign is None:
+            self.served = Served(told.fingerprint, told.dtype, told.dim, told.processor)
+        else:
+            self.served = Served(str(self.foreign.fingerprint), self.foreign.dtype, 0, told.processor)
 
     def _on_answer(self, frame: Frame) -> None:
         ask = self._asks.pop(Ask.id_of(frame), None)

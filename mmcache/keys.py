@@ -23,6 +23,7 @@ NAMESPACE_ID_BYTES = 8
 _KEY_TAG = b"mmcache content key"
 _FINGERPRINT_TAG = b"mmcache fingerprint"
 _NAMESPACE_TAG = b"mmcache namespace"
+_FOREIGN_TAG = b"mmcache foreign key"
 _LENGTH = struct.Struct("<Q")
 
 
@@ -166,6 +167,11 @@ def digest_parts(parts: Iterable[Buffer]) -> bytes:
 def namespace_id(namespace: str) -> bytes:
     """What a namespace is called in a store: 8 bytes. It selects entries; what separates them is their key."""
     return xxhash.xxh3_64_digest(_NAMESPACE_TAG + namespace.encode())
+
+
+def foreign_key(fingerprint: bytes, key: bytes) -> bytes:
+    """What a content key of another model than the served one is called beside those of the served one: 16 bytes."""
+    return xxhash.xxh3_128_digest(_FOREIGN_TAG + fingerprint + key)
 
 
 def checksum(payload: Buffer) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from ipc.memory_shm import ReadOnlyRegion
 from mmcache.device_memory import DeviceMemory, checked_streams
 from mmcache.errors import LeaseReleased
+from mmcache.foreign import VALUE_BYTES
 from mmcache.keys import ContentKey, Fingerprint
 from mmcache.records import ORIGINS, Grant
 from mmcache.refs import SliceRef
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class Served(NamedTuple):
-    """The model that grants are of: what the sidecar said last. `processor`: its preprocessing settings, JSON."""
+    """The model that grants are of: what the sidecar said last, or the client's own. `processor`: its preprocessing
+    settings, JSON. `dim`: 0 if every embedding has a width of its own."""
 
     fingerprint: str
     dtype: str
@@ -87,7 +89,7 @@ class Lease:
 
     @property
     def dtype(self) -> str:
-        """Of the embedding: "float32" or "bfloat16"."""
+        """Of the embedding: "float32" or "bfloat16"; of a foreign model also "float16"."""
         return self._served.dtype
 
     @property
@@ -98,7 +100,7 @@ class Lease:
     @property
     def dim(self) -> int:
         """Width of a row."""
-        return self.nbytes // (self.num_tokens * (2 if self.dtype == "bfloat16" else 4))
+        return self.nbytes // (self.num_tokens * VALUE_BYTES[self.dtype])
 
     @property
     def nbytes(self) -> int:
@@ -166,7 +168,7 @@ class Lease:
 
         assert self._region is not None, "it was not released"
         flat = torch.from_numpy(self._region.view(self._grant.offset, self.nbytes, owner, writable_flag=True))
-        return flat.view(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32).view(self.num_tokens, self.dim)
+        return flat.view(getattr(torch, self.dtype)).view(self.num_tokens, self.dim)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """The embedding as a read-only array `[num_tokens, dim]`; of bfloat16 a float32 copy, else without a copy.
@@ -185,7 +187,7 @@ class Lease:
             array: np.ndarray[Any, Any] = wide.view(np.float32)
             array.flags.writeable = False
         else:
-            array = view.view(np.float32)
+            array = view.view(self.dtype)
         return array.reshape(self.num_tokens, self.dim)
 
     def hold(self, stream: Streams = None) -> torch.Tensor:

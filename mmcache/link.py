@@ -29,13 +29,13 @@ def connect_pump(target: Target, deadline: float) -> Pump:
 
 def greeted(channel: DuplexChannel, target: Target, deadline: float) -> Pump:
     """Say who this is, on a new connection. It is closed if that fails; raises as `shake_hands` does."""
-    path, name, namespace, ordinal = target
+    path, name, namespace, ordinal, foreign = target
     try:
-        welcome, control_fd = shake_hands(channel, path, name, namespace, deadline)
+        welcome, control_fd = shake_hands(channel, path, name, namespace, deadline, foreign)
     except BaseException:
         channel.close()
         raise
-    return Pump(ClientCore(welcome, control_fd, namespace, ordinal), channel, path)
+    return Pump(ClientCore(welcome, control_fd, namespace, ordinal, foreign), channel, path)
 
 
 def connect_again(target: Target, deadline: float, pause: Callable[[float], None] = time.sleep) -> Pump:

@@ -7,9 +7,10 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmcache.client import DEFAULT_TIMEOUT_S, Client
+from mmcache.client import Client
 from mmcache.duplex import DuplexChannel
 from mmcache.errors import ConfigError
+from mmcache.handshake import DEFAULT_TIMEOUT_S
 from mmcache.link import greeted
 from mmcache.pump import Pump
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmcache.aio import AsyncClient, Connecting
 from mmcache.aio_link import greeted
-from mmcache.client import DEFAULT_TIMEOUT_S, check_timeout
 from mmcache.duplex import DuplexChannel
-from mmcache.handshake import Target
+from mmcache.handshake import DEFAULT_TIMEOUT_S, Target, check_timeout
 from mmcache.local import PLACE, started
 from mmcache.retries import check_retries
 

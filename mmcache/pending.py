@@ -144,7 +144,8 @@ class PendingOpen(Pending):
             if not isinstance(lease, Lease):
                 continue
             fault = ref.mismatch(lease.num_tokens, lease.nbytes, lease.grid_thw)
-            if ref.fingerprint == self._now.fingerprint and (ref.dtype, ref.dim) != (self._now.dtype, self._now.dim):
+            now = (self._now.dtype, self._now.dim or ref.dim)
+            if ref.fingerprint == self._now.fingerprint and (ref.dtype, ref.dim) != now:
                 fault = f"the reference says {ref.dtype} of width {ref.dim}, its model has {self._now.dtype}"
                 fault += f" of width {self._now.dim}: it was edited"
             if fault:

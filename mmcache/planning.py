@@ -10,11 +10,12 @@ from encoder.config import ProcessorConfig
 from encoder.errors import ImageError
 from encoder.sizing import grid_thw, num_tokens
 from mmcache.errors import ItemError, UnsupportedItem
+from mmcache.foreign import VALUE_BYTES
 from mmcache.images.bounds import check_chunk, check_size
 from mmcache.lease import Served
 from mmcache.media import ARRAY, IMAGE, ArrayHeader, Media, PilHeader, describe
 from mmcache.protocol import Welcome
-from mmcache.refs import VALUE_BYTES, StagedRef
+from mmcache.refs import StagedRef
 
 
 class Plan(NamedTuple):

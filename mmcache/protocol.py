@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -22,6 +22,13 @@ Position = Annotated[int, Field(ge=0, lt=MAX_ITEMS)]
 Positions = Annotated[list[Position], Field(max_length=MAX_ITEMS)]
 
 
+class Foreign(Message):
+    """The model that all of a connection is of, if that is not the served one."""
+
+    fingerprint: Annotated[bytes, Field(min_length=16, max_length=16)]
+    dtype: Literal["float32", "bfloat16", "float16"]
+
+
 class Hello(Message):
     """The client's first frame; carries a pidfd that the client opened on itself."""
 
@@ -29,6 +36,7 @@ class Hello(Message):
     version: Annotated[str, Field(max_length=64)] = ""
     name: Annotated[str, Field(max_length=128)] = ""
     namespace: Annotated[str, Field(max_length=256)] = ""
+    foreign: Foreign | None = None
 
 
 class AnyHello(BaseModel):
@@ -53,6 +61,8 @@ class Welcome(Message):
     orientation: str
     processor: str
     """Canonical JSON of the preprocessing settings, from which sizes follow."""
+    foreign: str = ""
+    """Fingerprint of the model that the client announced; without one the sidecar knows no such."""
 
 
 class Refused(Message):
@@ -258,7 +268,10 @@ class Staged(Message):
 
 
 class Put(Message):
-    """An embedding made elsewhere, in a sealed memfd that travels along, for a key of this connection's namespace."""
+    """An embedding made elsewhere, in a sealed memfd that travels along, for a key of this connection's namespace.
+
+    `dim`: its width, of a foreign model.
+    """
 
     ask_id: Uint32
     timeout_ms: Uint32
@@ -267,6 +280,7 @@ class Put(Message):
     num_tokens: Annotated[int, Field(ge=1, lt=1 << 32)]
     grid: tuple[Uint16, Uint16, Uint16]
     cost_seconds: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    dim: Annotated[int, Field(ge=0, lt=1 << 20)] = 0
 
 
 class PutReply(Message):

@@ -11,10 +11,8 @@ from operator import index
 from typing import Any, NamedTuple, Self
 
 from mmcache.array_checks import checked_grid
+from mmcache.foreign import VALUE_BYTES
 from mmcache.keys import ContentKey, Fingerprint
-
-VALUE_BYTES = {"float32": 4, "bfloat16": 2}
-"""Bytes of a value of an embedding, by its dtype."""
 
 
 class SliceRef(NamedTuple):
@@ -24,7 +22,7 @@ class SliceRef(NamedTuple):
         token: names the offer.
         key: content key, hex.
         fingerprint: of the model that the embedding is of, hex.
-        dtype: "float32" or "bfloat16".
+        dtype: "float32" or "bfloat16"; of a foreign model also "float16".
         num_tokens, dim, nbytes: of the embedding.
         grid_thw: patches in time, height and width, before merging.
     """

@@ -20,7 +20,7 @@ LEAVES = {"_version", "histograms", "paths", "redaction", "sizes"}
 
 # A part of mmcache is a subpackage, or a group of modules. Every part may import itself, errors and the leaves.
 GROUPS = {
-    "protocol": {"framing", "protocol", "protocol_upkeep", "records", "transport"},
+    "protocol": {"foreign", "framing", "protocol", "protocol_upkeep", "records", "transport"},
     "config": {"config", "config_rules", "config_sources"},
     "media": {"media", "patches", "array_checks"},
     "client": {

@@ -36,6 +36,7 @@ PUBLIC_SURFACE = [
     "EncodeError",
     "EncodeFailed",
     "Fingerprint",
+    "ForeignModel",
     "Handle",
     "ImageTooLarge",
     "ItemError",

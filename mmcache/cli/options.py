@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from mmcache.client import DEFAULT_TIMEOUT_S
+from mmcache.handshake import DEFAULT_TIMEOUT_S
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -14,7 +14,8 @@ from ipc.control import ControlMemory
 from ipc.leases import Holder
 from ipc.pool import Extent
 from mmcache._version import __version__
-from mmcache.errors import ItemError, ProtocolError, ProtocolMismatch
+from mmcache.errors import ItemError, NotCached, ProtocolError, ProtocolMismatch
+from mmcache.foreign import ForeignModel
 from mmcache.framing import Frame, Kind, OutgoingFrame, close_all, pack_frame, parse
 from mmcache.keys import namespace_id
 from mmcache.protocol import PROTOCOL_VERSION, AnyHello, Hello, PoolAdded, PoolGone, Refused
@@ -48,6 +49,7 @@ class Connection:
         self._pidfd = -1
         self.namespace = ""
         self.namespace_id = b""
+        self.foreign: ForeignModel | None = None
         self.calls = Calls(coordinator)
         self.admission = Admission()
         self.num_asked = 0
@@ -118,8 +120,11 @@ class Connection:
         self._close_if_idle()
 
     def count_error(self, kind: str) -> None:
-        """One item failed."""
-        self.coordinator.stats.errors[kind] += 1
+        """One item failed. That a foreign one is not there is no failure: nothing else can be said of it."""
+        if self.foreign is not None and kind == NotCached.__name__:
+            self.coordinator.stats.foreign_misses += 1
+        else:
+            self.coordinator.stats.errors[kind] += 1
 
     def late_errors(self) -> Callable[[Flight], ItemError]:
         """Gives the error of each position that is open at its request's deadline."""
@@ -169,12 +174,14 @@ class Connection:
             return
         self.namespace = hello.namespace
         self.namespace_id = namespace_id(hello.namespace)
+        if hello.foreign is not None:
+            self.foreign = ForeignModel.of(hello.foreign.fingerprint, hello.foreign.dtype)
         self.holder = Holder(
             ControlMemory.create(self.coordinator.settings.control_words), hello.name, self._pid,
             on_ended=self.coordinator.stats.leases_ended,
         )  # fmt: skip
         self._loop.add_reader(self._pidfd, self._on_death)
-        self.send(pack_frame(Kind.WELCOME, self.coordinator.welcome(), fds=[self.holder.control.fd]))
+        self.send(pack_frame(Kind.WELCOME, self.coordinator.welcome(self.foreign), fds=[self.holder.control.fd]))
         for memory in self.coordinator.pools.memories.values():
             if not memory.pool.is_retired:
                 self.add_pool(memory)

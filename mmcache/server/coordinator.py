@@ -15,6 +15,7 @@ from ipc.pool import Extent
 from mmcache._version import __version__
 from mmcache.config import Settings
 from mmcache.errors import TooManyLeases
+from mmcache.foreign import ForeignModel
 from mmcache.keys import Fingerprint
 from mmcache.protocol import PROTOCOL_VERSION, Welcome
 from mmcache.records import GRANT_HEAD, ORIGINS
@@ -121,14 +122,14 @@ class Coordinator:
         """A client connected."""
         self.connections.add(Connection(self, sock))
 
-    def welcome(self) -> Welcome:
-        """What every client is told."""
+    def welcome(self, foreign: ForeignModel | None = None) -> Welcome:
+        """What a client is told."""
         return Welcome(
             protocol=PROTOCOL_VERSION, version=__version__, seed=self._seed, fingerprint=str(self.fingerprint),
             model=self.facts.model, dtype=self.facts.dtype, dim=self.facts.dim,
             control_words=self.settings.control_words, max_item_bytes=self.settings.max_item_bytes,
             max_pixels=self.settings.max_pixels, orientation=self.settings.orientation,
-            processor=self.facts.processor.canonical(),
+            processor=self.facts.processor.canonical(), foreign="" if foreign is None else str(foreign.fingerprint),
         )  # fmt: skip
 
     def adopt(self, facts: ModelFacts) -> None:

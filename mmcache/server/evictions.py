@@ -17,6 +17,7 @@ from mmcache.records import parse_keys
 from mmcache.tiers.base import Entry, Purged, Selection
 
 if TYPE_CHECKING:
+    from ipc.pool import Extent
     from mmcache.server.connection import Connection
     from mmcache.server.coordinator import Coordinator
 
@@ -72,18 +73,27 @@ class Evictions:
         return purged, failed
 
     async def _withdraw(self, selection: Selection, is_dry_run: bool) -> Purged:
-        pools, fingerprint = self._home.pools, self._home.fingerprint
+        pools = self._home.pools
+
+        def made_under(key: bytes) -> Fingerprint:
+            return pools.made_under(key, self._home.fingerprint)
+
+        def is_meant(key: bytes, extent: Extent) -> bool:
+            return selection.matches(store_key(made_under(key), ContentKey(key)), extent.group)
+
         if selection.keys is None:
             cached = list(pools.index.items())
         else:
-            names = [key[DIGEST_BYTES:] for key in selection.keys if key[:DIGEST_BYTES] == fingerprint]
-            cached = [(name, extent) for name in names if (extent := pools.get(name)) is not None]
+            names = [(key[:DIGEST_BYTES], key[DIGEST_BYTES:]) for key in selection.keys]
+            found = [(name, pools.get(name)) for model, name in names if model == made_under(name)]
+            cached = [(name, extent) for name, extent in found if extent is not None]
         num_entries = nbytes = 0
         for start in range(0, len(cached), WITHDRAWALS_A_TURN):
             meant = [
                 extent
                 for key, extent in cached[start : start + WITHDRAWALS_A_TURN]
-                if pools.get(key) is extent and selection.matches(store_key(fingerprint, ContentKey(key)), extent.group)
+                if pools.get(key) is extent
+                and selection.matches(store_key(made_under(key), ContentKey(key)), extent.group)
             ]
             num_entries += len(meant)
             nbytes += sum(extent.nbytes for extent in meant)
@@ -137,9 +147,11 @@ def _selection(connection: Connection, message: Evict, keys: list[bytes]) -> Sel
     is_whole = bool(keys) or any(others)
     if message.everything is is_whole or (keys and (others[0] or message.stale)) or all(others[1:]):
         raise ProtocolError("EVICT says nothing of what it means, or what it says excludes each other")
-    served = connection.coordinator.fingerprint
+    served, foreign = connection.coordinator.fingerprint, connection.foreign
     if keys:
         made_under = Fingerprint(message.fingerprint or served)
+        if foreign is not None:
+            made_under, keys = foreign.fingerprint, list(map(foreign.key, keys))
         names = frozenset(store_key(made_under, ContentKey(key)) for key in keys)
         return Selection(namespace=connection.namespace_id, keys=names)
     return Selection(

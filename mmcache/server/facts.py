@@ -11,9 +11,11 @@ from encoder.sizing import Grid, grid_thw, num_patches, num_tokens
 from ipc.errors import MemoryUnavailable
 from mmcache.config import Settings
 from mmcache.errors import CheckpointError, ConfigError, MMCacheError, SidecarError
+from mmcache.foreign import VALUE_BYTES, ForeignModel
 from mmcache.keys import Fingerprint, fingerprint
 from mmcache.protocol import ModelChanged
 from mmcache.server.messages import Loaded, ModelReport, StartFailed
+from mmcache.tiers.base import Entry
 
 Sides: TypeAlias = "tuple[int, int, int]"
 """Height, width and number of frames; 0 for a picture."""
@@ -54,7 +56,7 @@ class ModelFacts:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's embedding."""
-        return self.dim * {"float32": 4, "bfloat16": 2}[self.dtype]
+        return self.dim * VALUE_BYTES[self.dtype]
 
     def changed(self) -> ModelChanged:
         """What a client is told of a model that is served from now on."""
@@ -62,6 +64,12 @@ class ModelFacts:
             fingerprint=str(self.fingerprint), model=self.model, dtype=self.dtype, dim=self.dim,
             processor=self.processor.canonical(),
         )  # fmt: skip
+
+
+def is_usable(entry: Entry, model: ModelFacts | ForeignModel) -> bool:
+    """Whether a stored embedding has the dtype and width of a model; a foreign one has any width."""
+    dim = model.dim if isinstance(model, ModelFacts) else entry.shape[1]
+    return entry.dtype == model.dtype and entry.shape[1] == dim
 
 
 def facts_of(settings: Settings, model: str, report: ModelReport) -> ModelFacts:

@@ -11,6 +11,7 @@ from mmcache.server.flows import INTERACTIVE
 
 if TYPE_CHECKING:
     from ipc.pool import Extent
+    from mmcache.foreign import ForeignModel
     from mmcache.server.decoders import Supplied
     from mmcache.server.requests import Request
     from mmcache.server.room import Place
@@ -60,6 +61,7 @@ class Flight:
     Attributes:
         key: the content key.
         namespace: `keys.namespace_id` of the namespace that the key belongs to.
+        foreign: the model that it is of, if not of the served one: then nothing here can encode it.
         waiters: (request, position), in the order of their arrival. A flight without waiters is given up before
             its next stage.
         stage: what it waits for, for error messages.
@@ -72,11 +74,12 @@ class Flight:
     """
 
     __slots__ = (
-        "extent", "key", "looked_up_at", "namespace", "on_change", "place", "stage", "supplied", "waiters",
+        "extent", "foreign", "key", "looked_up_at", "namespace", "on_change", "place", "stage", "supplied", "waiters",
     )  # fmt: skip
 
-    def __init__(self, key: bytes, namespace: bytes) -> None:
+    def __init__(self, key: bytes, namespace: bytes, foreign: ForeignModel | None = None) -> None:
         self.key = key
+        self.foreign = foreign
         self.namespace = namespace
         self.waiters: dict[Waiter, None] = {}
         self.stage = "looked up"

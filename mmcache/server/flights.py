@@ -35,13 +35,14 @@ class Flights:
         refused: list[int] = []
         outage = self._home.ranks.outage
         most = 0 if outage else sys.maxsize if has_waited else self._max_flights
+        connection = request.connection
         for position in misses:
             key = request.keys[position]
             flight = flights.get(key)
             if flight is not None:
                 self._home.stats.joined += 1
             elif len(flights) < most:
-                flight = flights[key] = Flight(key, request.connection.namespace_id)
+                flight = flights[key] = Flight(key, connection.namespace_id, connection.foreign)
                 new.append(flight)
             else:
                 refused.append(position)

@@ -173,14 +173,14 @@ class Ran(Message):
 class Copy(Message):
     """Copy bytes from the ingest region into the rank's pool: a hit from a lower tier, or what a client put.
 
-    `guard`: say whether they are finite, too.
+    `guard`: say whether they are finite, too, as values of this dtype.
     """
 
     copy_id: int
     source: int
     extent: int
     nbytes: int
-    guard: bool = False
+    guard: Literal["", "float32", "bfloat16", "float16"] = ""
 
 
 class CopyOut(Message):

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, SliceGone
+from mmcache.errors import ContentMismatch, EncodeFailed, ItemError, NotCached, SliceGone
 from mmcache.keys import ContentKey, Fingerprint, store_key
 from mmcache.records import ORIGINS
 from mmcache.server.batcher import RankLostError
@@ -17,6 +17,7 @@ from mmcache.server.behind import WriteBehind
 from mmcache.server.decode_job import Job
 from mmcache.server.decoders import Pixels, Supplied
 from mmcache.server.encoding import Encoding
+from mmcache.server.facts import is_usable
 from mmcache.server.fill_wait import Announcement
 from mmcache.server.flight import AbandonedError, Flight, Waiter
 from mmcache.server.flows import flow_of
@@ -69,7 +70,8 @@ class MissPath:
     async def _find(self, flights: Sequence[Flight], fingerprint: Fingerprint) -> list[Entry | None]:
         if not self._home.store.has_tiers:  # it counts them
             return await self._home.store.find([flight.key for flight in flights])
-        keys = [store_key(fingerprint, ContentKey(flight.key)) for flight in flights]
+        models = [flight.foreign.fingerprint if flight.foreign is not None else fingerprint for flight in flights]
+        keys = [store_key(model, ContentKey(flight.key)) for model, flight in zip(models, flights, strict=True)]
         for flight in flights:
             flight.looked_up_at = self._home.evictions.num_ended
         entries = await self._home.store.find(keys)
@@ -100,6 +102,8 @@ class MissPath:
         """From the store or the client to the pool. False if it gave way to an earlier call's."""
         try:
             while entry is None or not await self._promote(flight, entry, fingerprint):
+                if flight.foreign is not None:
+                    raise NotCached("no tier has it, and the model that it is of is not the sidecar's")
                 if fingerprint == self._home.fingerprint:
                     await self._encode(flight)
                     break
@@ -111,9 +115,9 @@ class MissPath:
 
     async def _promote(self, flight: Flight, entry: Entry, fingerprint: Fingerprint) -> bool:
         """Store to pool. False when the store's copy is of no use after all, or not to the model served by then."""
-        tokens, dim = entry.shape
+        tokens = entry.shape[0]
         facts, ingest = self._home.facts, self._home.ingest
-        if dim != facts.dim or entry.dtype != facts.dtype or entry.nbytes > ingest.region.nbytes:
+        if not is_usable(entry, flight.foreign or facts) or entry.nbytes > ingest.region.nbytes:
             return False
         flight.stage = "read from the store"
         self.placing.filling.add(flight)
@@ -132,7 +136,7 @@ class MissPath:
         finally:
             ingest.free(part)
         # The rank died right after its answer, the model changed, or what was found is evicted.
-        is_over = extent.is_lost or fingerprint != self._home.fingerprint
+        is_over = extent.is_lost or (flight.foreign is None and fingerprint != self._home.fingerprint)
         if is_over or self._home.evictions.has(entry, flight.looked_up_at):
             rank.pool.abandon(extent)
             return False

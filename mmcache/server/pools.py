@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 
 from ipc.pool import Extent, ExtentState, Pool
+from mmcache.foreign import ForeignModel
+from mmcache.keys import Fingerprint
 from mmcache.records import GRANT_EXTENT
 from mmcache.server.flight import Flight
 from mmcache.server.pool_memory import PoolMemory
@@ -21,6 +23,7 @@ class Pools:
     Attributes:
         index: the extent of each content key that is cached, of the model that is served.
         memories: all that are in use: those of the ranks, those left by dead ones, and those that are still read.
+        foreign: the model of what is cached that is not of the one that is served, by key.
         num_past_evictions: of memories that are gone.
         num_past_batches: of ranks that are dead.
         num_to_discard: extents of a replaced model that still take room.
@@ -30,6 +33,7 @@ class Pools:
         """`on_lost` are told of extents that will not be handed out any more, and that somebody keeps."""
         self._on_lost = on_lost
         self._index: dict[bytes, Extent] = {}
+        self.foreign: dict[bytes, ForeignModel] = {}
         self._ranks: dict[int, Rank] = {}
         self.memories: dict[int, PoolMemory] = {}
         self.num_past_evictions = 0
@@ -44,6 +48,11 @@ class Pools:
     def get(self, key: bytes) -> Extent | None:
         """The extent in which a content key is cached."""
         return self._index.get(key)
+
+    def made_under(self, key: bytes, served: Fingerprint) -> Fingerprint:
+        """The fingerprint that what is cached under a key is of: that of the served model, unless it is foreign."""
+        foreign = self.foreign.get(key)
+        return served if foreign is None else foreign.fingerprint
 
     def pool_of(self, extent: Extent) -> Pool | None:
         """The pool that an extent is in, unless no rank goes on with it."""
@@ -67,6 +76,8 @@ class Pools:
         record = GRANT_EXTENT.pack(extent.pool_id, tokens, extent.offset, extent.nbytes, t, h, w)
         rank.pool.publish(extent, key, seconds, record, flight.namespace)
         self._index[key] = extent
+        if flight.foreign is not None:
+            self.foreign[key] = flight.foreign
         return True
 
     def withdraw(self, *extents: Extent) -> None:
@@ -74,13 +85,14 @@ class Pools:
         cached = [extent for extent in extents if extent.key is not None and self._index.get(extent.key) is extent]
         for extent in cached:
             assert extent.key is not None, "it is in the index"
-            del self._index[extent.key]
+            self._forget(extent.key)
             self.memories[extent.pool_id].pool.discard(extent)
         self._lost(cached)
 
     def withdraw_all(self) -> None:
-        """Nothing that is cached is of the model that is served from now on. Leases stay valid."""
-        old, self._index = self._index, {}
+        """What was of the model that was served is not found any more. Leases stay valid; foreign entries stay."""
+        old = self._index
+        self._index = {key: old.pop(key) for key in self.foreign}
         self.num_to_discard += len(old)
         self._discard(list(old.values()))
 
@@ -111,7 +123,7 @@ class Pools:
     def evicted(self, extent: Extent) -> None:
         """An extent made room for another, or its pool was retired."""
         if extent.key is not None and self._index.get(extent.key) is extent:
-            del self._index[extent.key]
+            self._forget(extent.key)
 
     def sweep(self) -> None:
         """Give back the memory of dead ranks that nobody reads any more."""
@@ -124,6 +136,10 @@ class Pools:
         """Give back all memory: no rank and no client is left that is told of it."""
         for memory in self.memories.values():
             memory.close()
+
+    def _forget(self, key: bytes) -> None:
+        del self._index[key]
+        self.foreign.pop(key, None)
 
     def _discard(self, extents: list[Extent]) -> None:
         """Free the extents, a bounded number at once: the pool may evict the others meanwhile."""

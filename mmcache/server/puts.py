@@ -12,6 +12,7 @@ from ipc.errors import MemorySealError
 from ipc.leases import Holder
 from ipc.memory_shm import SEALS_FROZEN, check_sealed, round_up
 from mmcache.errors import EncodeFailed, ItemError, NonFiniteEmbedding, ProtocolError, TooManyRequests, WrongEmbedding
+from mmcache.foreign import VALUE_BYTES, ForeignModel
 from mmcache.framing import Frame, Kind, pack_frame, parse
 from mmcache.protocol import Put, PutReply
 from mmcache.server.batcher import RankLostError
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from mmcache.server.rank import Rank
 
 
+FOREIGN_MERGE = 4
+"""Patches that became one token of an embedding that was made elsewhere: what is guessed where nobody says its cost."""
+
+
 def on_put(connection: Connection, holder: Holder, frame: Frame) -> None:
     """Begin a PUT, or refuse it at once.
 
@@ -41,7 +46,7 @@ def on_put(connection: Connection, holder: Holder, frame: Frame) -> None:
         message = parse(Put, frame)
         try:
             connection.admit_question()
-            check_put(message, fd, connection.coordinator.facts)
+            check_put(message, fd, connection.coordinator.facts, connection.foreign)
         except (TooManyRequests, WrongEmbedding) as error:
             _reply(connection, message, error=error)
         else:
@@ -52,8 +57,8 @@ def on_put(connection: Connection, holder: Holder, frame: Frame) -> None:
         memory.release()
 
 
-def check_put(put: Put, fd: int, facts: ModelFacts) -> None:
-    """Check a PUT against the memory behind `fd` and against the model that is served.
+def check_put(put: Put, fd: int, facts: ModelFacts, foreign: ForeignModel | None) -> None:
+    """Check a PUT against the memory behind `fd` and against the model of its connection.
 
     Raises:
         ProtocolError: the memory is not sealed, or its size is not that of so many tokens.
@@ -63,15 +68,29 @@ def check_put(put: Put, fd: int, facts: ModelFacts) -> None:
         nbytes = check_sealed(fd, SEALS_FROZEN)
     except MemorySealError as error:
         raise ProtocolError(f"PUT: {error}") from error
-    if put.fingerprint != facts.fingerprint:
-        raise WrongEmbedding(f"it is of fingerprint {put.fingerprint.hex()}, and {facts.fingerprint} is served")
+    model = foreign or facts
+    if put.fingerprint != model.fingerprint:
+        whose = "this client's" if foreign is not None else "served"
+        raise WrongEmbedding(f"it is of fingerprint {put.fingerprint.hex()}, and {model.fingerprint} is {whose}")
+    if foreign is None:
+        _check_grid(put, facts)
+    elif not put.dim or min(put.grid) < 1:
+        raise WrongEmbedding(f"width {put.dim} and grid {put.grid} must be positive")
+    num_bytes = put.num_tokens * _token_bytes(put, facts, foreign)
+    if nbytes != (size := round_up(num_bytes, mmap.PAGESIZE)):
+        raise ProtocolError(f"PUT: {put.num_tokens} tokens are {size} bytes of whole pages, its memory has {nbytes}")
+
+
+def _token_bytes(put: Put, facts: ModelFacts, foreign: ForeignModel | None) -> int:
+    return facts.token_bytes if foreign is None else put.dim * VALUE_BYTES[foreign.dtype]
+
+
+def _check_grid(put: Put, facts: ModelFacts) -> None:
     (t, h, w), processor = put.grid, facts.processor
     if fault := grid_fault(put.grid, processor):
         raise WrongEmbedding(f"this model has no item of grid {t}×{h}×{w}: {fault}")
     if put.num_tokens != (expected := num_tokens(put.grid, processor.merge_size)):
         raise WrongEmbedding(f"grid {t}×{h}×{w} has {expected} tokens, got {put.num_tokens}")
-    if nbytes != (size := round_up(expected * facts.token_bytes, mmap.PAGESIZE)):
-        raise ProtocolError(f"PUT: {expected} tokens are {size} bytes of whole pages, its memory has {nbytes}")
 
 
 class _PutCall:
@@ -82,8 +101,11 @@ class _PutCall:
         self._home = connection.coordinator
         self._put = put
         self._memory = memory
-        self._nbytes = put.num_tokens * self._home.facts.token_bytes
-        self._flight = Flight(put.key, connection.namespace_id)
+        self._foreign = foreign = connection.foreign
+        self._key = put.key if foreign is None else foreign.key(put.key)
+        self._nbytes = put.num_tokens * _token_bytes(put, self._home.facts, foreign)
+        self._num_patches = num_patches(put.grid) if foreign is None else FOREIGN_MERGE * put.num_tokens
+        self._flight = Flight(self._key, connection.namespace_id, foreign)
         self._request = connection.calls.stand_in(connection, holder, put.ask_id, self._flight)
         self._timer = asyncio.get_running_loop().call_later(put.timeout_ms / 1000, self._expire)
         self._is_answered = False
@@ -117,7 +139,7 @@ class _PutCall:
     async def _cache(self) -> bool:
         num_tries = 0
         while num_tries < MAX_TRIES:
-            if self._home.pools.get(self._put.key) is not None:
+            if self._home.pools.get(self._key) is not None:
                 return False
             try:
                 rank, extent = await self._copied()
@@ -135,7 +157,6 @@ class _PutCall:
     async def _copied(self) -> tuple[Rank, Extent]:
         """Bring it through the ingest region into a pool, and guard it there. Waits for room."""
         ingest, flight, placing = self._home.ingest, self._flight, self._home.misses.placing
-        patches = num_patches(self._put.grid)
         flight.stage = "waiting for room in the ingest region"
         placing.filling.add(flight)
         try:
@@ -146,9 +167,9 @@ class _PutCall:
         try:
             self._check_model()
             await asyncio.to_thread(_read, self._memory.fd, ingest.memory(part))
-            rank, extent = await placing.place(flight, self._nbytes, patches, may_give_way=True)
+            rank, extent = await placing.place(flight, self._nbytes, self._num_patches, may_give_way=True)
             flight.stage = "copied into the pool"
-            is_finite = await rank.copy(part.offset, extent, guard=True)
+            is_finite = await rank.copy(part.offset, extent, guard=(self._foreign or self._home.facts).dtype)
         finally:
             ingest.free(part)
         if not is_finite:
@@ -164,7 +185,7 @@ class _PutCall:
         except WrongEmbedding:
             rank.pool.abandon(extent)
             raise
-        seconds = put.cost_seconds or rank.cost.item_seconds(num_patches(put.grid))
+        seconds = put.cost_seconds or rank.cost.item_seconds(self._num_patches)
         if not self._home.pools.cache(self._flight, rank, extent, seconds, (put.num_tokens, *put.grid)):
             return False
         self._home.stats.put += 1
@@ -172,7 +193,7 @@ class _PutCall:
         return True
 
     def _check_model(self) -> None:
-        if self._put.fingerprint != (served := self._home.fingerprint):
+        if self._foreign is None and self._put.fingerprint != (served := self._home.fingerprint):
             raise WrongEmbedding(f"the model changed meanwhile: {served} is served")
 
 

@@ -153,15 +153,15 @@ class Rank:
             self.next = None
             self.child.send(pack_frame(Kind.UNLOAD, Unload()))
 
-    def copy(self, source: int, extent: Extent, *, guard: bool = False) -> asyncio.Future[bool]:
+    def copy(self, source: int, extent: Extent, *, guard: str = "") -> asyncio.Future[bool]:
         """Copy the bytes of `extent` from the ingest region. The future raises `RankLostError`.
 
-        It is False if `guard` is asked for and finds NaN or Inf.
+        It is False if the values are of the dtype `guard`, and NaN or Inf is among them.
         """
         self._last_job += 1
         done = self._copies[self._last_job] = asyncio.get_running_loop().create_future()
-        copy = Copy(copy_id=self._last_job, source=source, extent=extent.offset, nbytes=extent.nbytes, guard=guard)
-        self.child.send(pack_frame(Kind.COPY, copy))
+        values = {"copy_id": self._last_job, "source": source, "extent": extent.offset, "nbytes": extent.nbytes}
+        self.child.send(pack_frame(Kind.COPY, Copy.model_validate({**values, "guard": guard})))
         self._watch_copy(self._last_job, extent)
         return done
 

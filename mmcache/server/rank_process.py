@@ -161,7 +161,7 @@ class Rank:
         elif frame.kind == Kind.COPY:
             copy = parse(Copy, frame)
             self._ingest.copy_to(copy.source, self._pool.tensor(copy.extent, copy.nbytes))
-            finite = not copy.guard or self._is_finite(copy.extent, copy.nbytes)
+            finite = not copy.guard or self._is_finite(copy)
             self._send(pack_frame(Kind.COPIED, Copied(copy_id=copy.copy_id, finite=finite)))
         elif frame.kind == Kind.COPY_OUT:
             copy_out = parse(CopyOut, frame)
@@ -250,9 +250,9 @@ class Rank:
         flat = self._pool.tensor(extent, num_tokens * dim * self._dtype.itemsize)
         return flat.view(self._dtype).view(num_tokens, dim)
 
-    def _is_finite(self, extent: int, nbytes: int) -> bool:
+    def _is_finite(self, copy: Copy) -> bool:
         """The guard over an extent's values, whatever the model's width: another one may take its turn meanwhile."""
-        (finite,) = all_finite([self._pool.tensor(extent, nbytes).view(self._dtype)])
+        (finite,) = all_finite([self._pool.tensor(copy.extent, copy.nbytes).view(getattr(torch, copy.guard))])
         return finite
 
     def _send(self, frame: OutgoingFrame) -> None:

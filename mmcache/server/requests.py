@@ -28,7 +28,7 @@ class Request:
     """One encode request of one connection: what is settled is sent in as few frames as the loop's turns allow.
 
     Attributes:
-        keys: content keys by position.
+        keys: content keys by position, as the index has them.
         open: the flight of every position that is not settled.
         asked: positions whose bytes the client was asked for.
         shares: what was granted, by position, and not recalled.
@@ -85,6 +85,8 @@ class Request:
         self.priority = encode.priority
         self.staged = encode.staged
         self.keys: tuple[bytes, ...] = struct.unpack(f"{KEY_BYTES}s" * (len(keys) // KEY_BYTES), keys)
+        if connection.foreign is not None:
+            self.keys = tuple(map(connection.foreign.key, self.keys))
         self.open: dict[int, Flight] = {}
         self.asked: set[int] = set()
         self.shares: dict[int, Share] = {}

@@ -33,7 +33,8 @@ class Stats:
 
     `items`: positions asked for. `hit_pool`: granted at once. `joined`: waited for a flight that was under way.
     `hit_store`, `encoded`: flights that ended so: one a key, however many positions waited for it. `put`: embeddings
-    that clients brought. `errors`: positions that failed, by kind.
+    that clients brought. `foreign_misses`: positions of other models that no tier had. `errors`: positions that failed,
+    by kind.
     `room_waits`: times an allocation found no room and looked again a millisecond later. `recalls`: grants that were
     taken back from a call that waited for room, because an earlier call did too. `gave_way`: decoded items that waited
     for room and left their ingest memory to an earlier call's; they are decoded twice.
@@ -49,6 +50,7 @@ class Stats:
     joined: int = 0
     encoded: int = 0
     put: int = 0
+    foreign_misses: int = 0
     encode_seconds: float = 0.0
     room_waits: int = 0
     recalls: int = 0
@@ -97,6 +99,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, object]:
             "joined": stats.joined,
             "encoded": stats.encoded,
             "put": stats.put,
+            "foreign_misses": stats.foreign_misses,
             "fetched": stats.fetched,
             "failed": stats.errors.total(),
         },

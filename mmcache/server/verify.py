@@ -164,6 +164,8 @@ class Verifier:
             task.cancel()
 
     def _ask(self, request: Request, position: int) -> None:
+        if request.connection.foreign is not None:  # nothing here can encode it again
+            return
         self.counters["sampled"] += 1
         extent = self._home.pools.get(request.keys[position])
         if extent is None or not self._may_ask(request.connection) or self._free_rank(extent) is None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from mmcache.keys import DIGEST_BYTES
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one value of each dtype that can be stored."""
 
 
@@ -22,7 +22,7 @@ class Entry:
         key: the store key, 32 bytes: fingerprint, then content key.
         namespace: `keys.namespace_id` of the namespace that it belongs to, 8 bytes.
         shape: (tokens, dim).
-        dtype: "float32" or "bfloat16".
+        dtype: "float32", "bfloat16" or "float16".
         grid_thw: patches in time, height and width.
         nbytes: of the payload: tokens times dim times the dtype's size.
         checksum: `keys.checksum` of the payload.

@@ -21,7 +21,7 @@ _BODY = struct.Struct("<32s8sI IIIII QIQ dd")  # see docs/stored-format.md
 _SEAL = struct.Struct("<Q")  # checksum of all before it
 HEADER_BYTES = _LEAD.size + _BODY.size + _SEAL.size
 
-_DTYPE_CODES = {"float32": 1, "bfloat16": 2}
+_DTYPE_CODES = {"float32": 1, "bfloat16": 2, "float16": 3}
 _DTYPES = {code: name for name, code in _DTYPE_CODES.items()}
 
 

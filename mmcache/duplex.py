@@ -24,7 +24,8 @@ class DuplexChannel(BlockingChannel):
 
     Attributes:
         reads_whole, writes_whole: False while bytes are moved, and for good if an exception of a signal handler came in
-            between: then nobody knows any more where a frame begins.
+            between: then nobody knows any more where a frame begins. Whoever takes a frame sets `reads_whole` again
+            once it cannot be lost any more.
     """
 
     def __init__(
@@ -134,15 +135,16 @@ class DuplexChannel(BlockingChannel):
             os.close(self._waker)
             self._waker = -1
 
-    def _receive_once(self) -> bool:
+    def _frame_there(self) -> Frame | None:
         self.reads_whole = False
+        return super()._frame_there()
+
+    def _receive_once(self) -> bool:
         try:
-            alive = super()._receive_once()
+            return super()._receive_once()
         except BlockingIOError:
-            self.reads_whole = True
+            self.reads_whole = True  # nothing came, and no frame is on its way to the caller
             raise
-        self.reads_whole = True
-        return alive
 
     def _was_woken(self) -> bool:
         try:

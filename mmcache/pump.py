@@ -100,6 +100,7 @@ class Pump(Turns):
                     close_all(frame.fds)
                     self.check()
                 self._owner, self._is_intact = self._leader, False
+                self.channel.reads_whole = True  # from here on it is this thread that may lose the frame
                 try:
                     if frame is not None:
                         receive(frame)

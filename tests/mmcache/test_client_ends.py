@@ -54,10 +54,10 @@ def test_a_handle_dropped_while_another_thread_waits(sidecar: SidecarProcess) ->
         assert handle.result()[0].release() is None
         handle = client.submit([image(1)])
         eventually(handle.poll, "it is done")
-        waiting = threads.submit(client.encode, [image(seed, *SLOW) for seed in range(500, 520)])
+        waiting = threads.submit(client.encode, [image(seed, *SLOW) for seed in range(500, 508)])
         time.sleep(0.1)
         del handle
-        eventually(lambda: observer.stats()["leases"]["active"] in range(20) and not waiting.done(), "ended meanwhile")
+        eventually(lambda: observer.stats()["leases"]["active"] in range(8) and not waiting.done(), "ended meanwhile")
         for lease in waiting.result():
             lease.release()
         eventually(lambda: observer.stats()["leases"]["active"] == 0, "nothing is left")

@@ -99,7 +99,7 @@ def test_a_record_of_another_key_or_version_is_refused() -> None:
 @pytest.mark.parametrize(
     ("offset", "field", "message"),
     [
-        (52, b"\3\0\0\0", "unknown dtype 3"),
+        (52, b"\4\0\0\0", "unknown dtype 4"),
         (56, b"\0\0\0\0", "empty"),
         (56, b"\4\0\0\0", "size and shape disagree"),
         (72, b"\0\0\0\0", "grid out of range"),
